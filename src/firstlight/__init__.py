@@ -1,0 +1,1 @@
+"""Firstlight: run, verify and predict large language models from one model description."""

@@ -1,0 +1,34 @@
+"""The command line. Each command is a file here, with a function `command`; what it needs is imported when it runs,
+so that `--help` is quick."""
+
+from __future__ import annotations
+
+import sys
+
+COMMANDS = ("serve", "chat", "generate")
+
+
+def main() -> None:
+    """Entry point of `firstlight`. Mistakes of the user end in one readable line each, with exit status 1 or 2."""
+    import importlib
+
+    import typer
+
+    from firstlight.errors import FirstlightError
+
+    app = typer.Typer(
+        help="Run, verify and predict large language models from one model description.",
+        epilog="Every option can also be set in the environment: --max-running is FIRSTLIGHT_MAX_RUNNING.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    for name in COMMANDS:
+        app.command(name)(importlib.import_module(f"firstlight.cli.{name}").command)
+    try:
+        app()
+    except FirstlightError as error:
+        print(f"firstlight: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

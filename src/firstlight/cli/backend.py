@@ -1,0 +1,187 @@
+"""Who answers `chat` and `generate`: an engine started for the purpose, or a server that runs already. Both take the fields of
+an API request and give OpenAI's objects back."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import signal
+import urllib.parse
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from firstlight.config import EngineOptions
+from firstlight.errors import FirstlightError
+
+if TYPE_CHECKING:
+    from firstlight.server.service import Service
+
+TIMEOUT_SECONDS = 3600.0
+"""An offline request may wait long for its turn."""
+
+
+class RequestError(FirstlightError):
+    """The answer to a request is an error. status: HTTP's; 429 means "later", 5xx that the server is in trouble."""
+
+    def __init__(self, status: int, body: dict[str, Any]) -> None:
+        super().__init__(body["error"]["message"])
+        self.status = status
+        self.body = body
+
+
+class BackendGone(FirstlightError):
+    """Nobody answers (any more)."""
+
+
+class Backend(Protocol):
+    """fields: a body of /v1/chat/completions if it has `messages`, else of /v1/completions; without `model`."""
+
+    async def complete(self, fields: dict[str, Any], service_class: str) -> dict[str, Any]:
+        """The whole answer. Raises RequestError, BackendGone."""
+
+    def stream(self, fields: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a chat. Raises RequestError, BackendGone."""
+
+
+class LocalBackend:
+    """Answers from an engine of our own."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def complete(self, fields: dict[str, Any], service_class: str) -> dict[str, Any]:
+        from firstlight.server.errors import ApiError
+        from firstlight.server.protocol import ChatRequest, CompletionRequest, load
+        from firstlight.server.replies import ChatReply, CompletionReply
+
+        try:
+            if "messages" in fields:
+                chat = load(ChatRequest, fields)
+                job = await self._service.chat_job(chat, service_class)
+                reply = ChatReply(self._service.name, token_ids=bool(chat.return_token_ids), include_usage=False)
+                return reply.whole(*await self._service.complete(job))
+            completion = load(CompletionRequest, fields)
+            job = await self._service.completion_job(completion, service_class)
+            ids = bool(completion.return_token_ids)
+            return CompletionReply(self._service.name, token_ids=ids, include_usage=False).whole(
+                *await self._service.complete(job)
+            )
+        except ApiError as error:
+            raise _request_error(error.status, error.body()) from None
+
+    async def stream(self, fields: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        from firstlight.server.errors import ApiError
+        from firstlight.server.protocol import ChatRequest, load
+        from firstlight.server.replies import ChatReply
+
+        try:
+            job = await self._service.chat_job(load(ChatRequest, fields))
+            reply = ChatReply(self._service.name, token_ids=False, include_usage=True)
+            run = await self._service.start(job, streamed=True)
+            try:
+                async with aclosing(run.pieces()) as rounds:
+                    async for pieces in rounds:
+                        for piece in pieces:
+                            if (chunk := reply.chunk(piece)) is not None:
+                                yield chunk
+                for chunk in reply.last_chunks(run.usage()):
+                    yield chunk
+            finally:
+                run.close()
+        except ApiError as error:
+            raise _request_error(error.status, error.body()) from None
+
+
+class RemoteBackend:
+    """Answers from a server at `url`, such as http://127.0.0.1:8000, with or without /v1."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise FirstlightError(f"--url {url}: it must look like http://127.0.0.1:8000")
+        self._parts = parts
+        self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    async def complete(self, fields: dict[str, Any], service_class: str) -> dict[str, Any]:
+        return await asyncio.to_thread(self._complete, fields, service_class)
+
+    async def stream(self, fields: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        body = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+        connection, response = await asyncio.to_thread(self._post, body, "online")
+        try:
+            while line := await asyncio.to_thread(response.readline):
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                if data:
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise BackendGone(chunk["error"]["message"])
+                    yield chunk
+            raise BackendGone(f"{self._parts.netloc} ended the answer before its end")
+        finally:
+            connection.close()
+
+    def _complete(self, fields: dict[str, Any], service_class: str) -> dict[str, Any]:
+        connection, response = self._post(fields, service_class)
+        try:
+            reply: dict[str, Any] = json.loads(response.read())
+            return reply
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise BackendGone(f"{self._parts.netloc} broke off its answer: {error}") from None
+        finally:
+            connection.close()
+
+    def _post(self, fields: dict[str, Any], service_class: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """An answer with status 200, to be read and its connection closed."""
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=TIMEOUT_SECONDS)
+        path = "/chat/completions" if "messages" in fields else "/completions"
+        try:
+            headers = {**self._headers, "X-Service-Class": service_class}
+            connection.request("POST", self._base + path, json.dumps(fields), headers)
+            response = connection.getresponse()
+            if response.status == 200:
+                return connection, response
+            text = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise BackendGone(f"no answer from {self._parts.netloc}: {error}; is the server running?") from None
+        connection.close()
+        raise _request_error(response.status, _error_body(text, response.status))
+
+
+@asynccontextmanager
+async def open_backend(options: EngineOptions | None, url: str | None, key: str | None, limit: int) -> AsyncIterator[Backend]:
+    """A backend: the server at `url`, or else an engine with `options`, ended afterwards."""
+    if options is None:
+        assert url is not None
+        yield RemoteBackend(url, key)
+        return
+    from firstlight.server.launch import exit_quietly
+    from firstlight.server.local import local_service
+
+    signal.signal(signal.SIGTERM, exit_quietly)
+    async with local_service(options, limit) as service:
+        yield LocalBackend(service)
+
+
+def _request_error(status: int, body: dict[str, Any]) -> FirstlightError:
+    """429 and 4xx are about the request, 5xx about the backend."""
+    return BackendGone(body["error"]["message"]) if status >= 500 else RequestError(status, body)
+
+
+def _error_body(text: bytes, status: int) -> dict[str, Any]:
+    try:
+        body = json.loads(text)
+        if isinstance(body["error"]["message"], str):
+            return {"error": body["error"]}
+    except (ValueError, KeyError, TypeError):
+        pass  # not one of ours: a proxy's page, say
+    return {"error": {"message": f"HTTP status {status}", "type": "http_error", "param": None, "code": None}}

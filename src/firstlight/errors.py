@@ -1,0 +1,19 @@
+"""Errors that are meant for people: each message says what was wrong, with the value, and what to do."""
+
+from __future__ import annotations
+
+
+class FirstlightError(Exception):
+    """Base of every error that Firstlight raises about its input; a bug of ours is never one of these."""
+
+
+class CheckpointError(FirstlightError):
+    """A checkpoint can't be used: a file is missing, malformed or unsupported. The message names the file."""
+
+
+class TokenizerError(FirstlightError):
+    """Text can't be turned into tokens or back: the checkpoint has no tokenizer, or one of an unknown kind."""
+
+
+class ChatTemplateError(FirstlightError):
+    """A chat can't be rendered: there is no template, the template refused the messages, or it did too much work."""

@@ -1,0 +1,13 @@
+"""Qwen3.5-MoE and 3.6-MoE: Qwen3.5 with routed experts and a gated shared expert in every layer.
+
+Which layers are sparse, and how experts are stored (fused stacks in BF16, one tensor each in FP8), is handled where
+Qwen3-Next's is.
+"""
+
+from __future__ import annotations
+
+from firstlight.models import qwen3_5
+
+
+class Model(qwen3_5.Model):
+    """Qwen3_5MoeForConditionalGeneration and Qwen3_5MoeForCausalLM."""

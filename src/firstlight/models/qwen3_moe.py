@@ -1,0 +1,26 @@
+"""Qwen3-MoE: Qwen3's attention, and routed experts in place of the MLP (no shared expert)."""
+
+from __future__ import annotations
+
+from firstlight.models import qwen3
+from firstlight.nn.mlp import MLP, MoE
+from firstlight.nn.module import Build, Module
+
+
+class Model(qwen3.Model):
+    """Qwen3MoeForCausalLM."""
+
+    def mlp(self, build: Build, name: str, layer: int) -> Module:
+        """Softmax over all experts, top k, renormalised where `norm_topk_prob` says so; some layers may be dense."""
+        text = self.config
+        if not text.sparse_layers[layer]:
+            return MLP(build, f"{name}.mlp", text.hidden_size, text.intermediate_size)
+        return MoE(
+            build,
+            f"{name}.mlp",
+            hidden=text.hidden_size,
+            experts=text.num_experts,
+            top_k=text.num_experts_per_tok,
+            intermediate=text.moe_intermediate_size,
+            renormalise=text.norm_topk_prob,
+        )

@@ -1,0 +1,54 @@
+"""From a config.json to its family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from firstlight.models.causal import CausalModel
+from firstlight.models.config import ConfigError
+from firstlight.nn.module import Build
+from firstlight.parallel import Mesh
+from firstlight.quant import Scheme
+
+FAMILIES = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
+    "qwen3_next": "qwen3_next",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
+"""`model_type` -> the file of its family."""
+
+
+def family(config: Mapping[str, Any]) -> type[CausalModel]:
+    """The model class of a config. Raises ConfigError, listing what is supported."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"config.json: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+        )
+    model: type[CausalModel] = import_module(f"firstlight.models.{FAMILIES[model_type]}").Model
+    return model
+
+
+def build_model(
+    config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    mesh: Mesh | None = None,
+    scheme: Scheme | None = None,
+    cache_dtype: torch.dtype | None = None,
+) -> CausalModel:
+    """The model of a config on the meta device, for one rank of a mesh. Weights are loaded, or drawn, afterwards.
+
+    Raises ConfigError, or ValueError where the mesh can't split it.
+    """
+    build = Build(mesh or Mesh(), dtype, scheme or Scheme(dtype), cache_dtype or dtype)
+    return family(config)(config, build).eval()

@@ -1,0 +1,120 @@
+"""Feed-forward layers: SwiGLU, and a mixture of SwiGLU experts."""
+
+from __future__ import annotations
+
+import torch
+
+from firstlight.nn.linear import COLUMNS, Linear
+from firstlight.nn.module import Build, Module, Segment, WeightSpec
+from firstlight.ops.moe import moe
+from firstlight.ops.op import CallSite
+from firstlight.ops.silu_mul import silu_mul
+from firstlight.parallel import Share, share
+from firstlight.quant import Weight, plain
+from firstlight.step import StepBatch
+
+
+class MLP(Module):
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, build: Build, name: str, hidden: int, intermediate: int, bias: bool = False) -> None:
+        super().__init__()
+        gate_up = [Segment(f"{name}.{part}_proj.weight", intermediate, 1) for part in ("gate", "up")]
+        self.gate_up_proj = Linear(build, gate_up, hidden, bias=bias)
+        down = [Segment(f"{name}.down_proj.weight", intermediate, 1)]
+        self.down_proj = Linear(build, down, hidden, axis=COLUMNS, bias=bias)
+        self.activation = CallSite(silu_mul)
+
+    def forward(self, step: StepBatch, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H], a partial sum over tensor-parallel ranks."""
+        return self.down_proj(step, self.activation[step.bucket.index](self.gate_up_proj(step, x)))
+
+
+class MoE(Module):
+    """Routed experts and, with `shared` > 0, a gated shared expert, as one op.
+
+    Experts are split over ep ranks, each expert's intermediate size over tp ranks. Both published forms load: one tensor
+    for each expert's projection, and stacks `experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I].
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        *,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        intermediate: int,
+        shared: int = 0,
+        renormalise: bool = True,
+        scoring: str = "softmax",
+    ) -> None:
+        super().__init__()
+        tp, ep = build.mesh.tp, build.mesh.ep
+        held = share(experts, 1, ep, f"{name}: experts")
+        self.first_expert, self.top_k, self.renormalise, self.scoring = held.start, top_k, renormalise, scoring
+        router = Segment(f"{name}.gate.weight", experts)
+        self.declare("router", WeightSpec((experts, hidden), ((router,),), plain(build.dtype), tp))
+        gate_up, down = _expert_weights(build, name, hidden, experts, intermediate, held)
+        self.declare("gate_up_proj", gate_up, build.dtype)
+        self.declare("down_proj", down, build.dtype)
+        self.shared_gate_up_proj: Weight | None = None
+        self.shared_down_proj: Weight | None = None
+        self.shared_gate: torch.Tensor | None = None
+        if shared:
+            prefix = f"{name}.shared_expert"
+            parts = tuple(Segment(f"{prefix}.{part}_proj.weight", shared, 1) for part in ("gate", "up"))
+            form = build.scheme.format(parts[0].source)
+            self.declare("shared_gate_up_proj", WeightSpec((2 * shared, hidden), (parts,), form, tp), build.dtype)
+            part = Segment(f"{prefix}.down_proj.weight", shared, 1)
+            form = build.scheme.format(part.source)
+            self.declare("shared_down_proj", WeightSpec((hidden, shared), ((part,),), form, tp, axis=1), build.dtype)
+            gate = Segment(f"{name}.shared_expert_gate.weight", 1)
+            self.declare("shared_gate", WeightSpec((1, hidden), ((gate,),), plain(build.dtype), tp))
+        self.mixture = CallSite(moe)
+
+    def forward(self, step: StepBatch, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H], a partial sum over tensor-parallel (and expert-parallel) ranks."""
+        return self.mixture[step.bucket.index](
+            x,
+            self.router,
+            self.gate_up_proj,
+            self.down_proj,
+            self.shared_gate_up_proj,
+            self.shared_down_proj,
+            self.shared_gate,
+            live=step.live,
+            top_k=self.top_k,
+            scoring=self.scoring,
+            renormalise=self.renormalise,
+            first_expert=self.first_expert,
+        )
+
+    router: torch.Tensor
+    gate_up_proj: Weight
+    down_proj: Weight
+
+
+def _expert_weights(
+    build: Build, name: str, hidden: int, experts: int, intermediate: int, held: Share
+) -> tuple[WeightSpec, WeightSpec]:
+    """Descriptions of the stacks [E, 2I, H] and [E, H, I], stored as one tensor an expert or as stacks."""
+    one = f"{name}.experts.{{expert}}"
+    per_expert = tuple(Segment(f"{one}.{part}_proj.weight", intermediate, 1) for part in ("gate", "up"))
+    fused = tuple(
+        Segment(f"{name}.experts.gate_up_proj", intermediate, 1, ranges=((i * intermediate, (i + 1) * intermediate),))
+        for i in range(2)
+    )
+    form = build.scheme.format(per_expert[0].source)
+    gate_up = WeightSpec(
+        (experts, 2 * intermediate, hidden), (per_expert, fused), form, build.mesh.tp, axis=1, experts=held
+    )
+    down_forms = tuple(
+        (Segment(source, intermediate, 1),)
+        for source in (f"{one}.down_proj.weight", f"{name}.experts.down_proj")
+    )
+    form = build.scheme.format(down_forms[0][0].source)
+    return gate_up, WeightSpec(
+        (experts, hidden, intermediate), down_forms, form, build.mesh.tp, axis=2, experts=held
+    )

@@ -1,0 +1,38 @@
+"""Root-mean-square norm, in the two roundings that published models use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from firstlight.ops.op import Cost, Op, Shape
+from firstlight.ops.rms_norm import torch_fused
+
+
+def body(x: Tensor, weight: Tensor, *, eps: float, zero_centred: bool = False) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps), scaled by the weight; over the last dimension.
+
+    x [..., D], any strides; weight [D]. The mean and the division are in float32 (float64 for float64 inputs).
+    zero_centred False (Llama, Qwen3): out = weight * cast(y): y is rounded to x.dtype, then the product.
+    zero_centred True (Qwen3-Next, Qwen3.5): out = cast(y * (1 + weight)): all in float32, rounded once.
+    Returns [..., D] in x.dtype. Tolerance: 1e-6 relative in float32; one ulp of x.dtype in lower precision.
+    Source: transformers `LlamaRMSNorm`, `Qwen3NextRMSNorm`.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    if zero_centred:
+        return (y * (1 + weight.to(y.dtype))).to(x.dtype)
+    return (y.to(x.dtype) * weight).to(x.dtype)
+
+
+def abstract(x: Tensor, weight: Tensor, *, eps: float, zero_centred: bool = False) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def cost(shape: Shape, x: Tensor, weight: Tensor, *, eps: float, zero_centred: bool = False) -> Cost:
+    """Bytes only: a few operations an element never bound it."""
+    return Cost(read=x.nbytes + weight.nbytes, written=x.nbytes)
+
+
+rms_norm = Op("rms_norm", body, abstract=abstract, cost=cost)
+rms_norm.provide("torch_fused", torch_fused.run, when=torch_fused.when)

@@ -1,0 +1,1 @@
+"""The API process: HTTP in front of one engine process."""

@@ -1,0 +1,46 @@
+"""A Service on an engine of one's own, for `serve`, `chat` and `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from firstlight.config import EngineOptions
+from firstlight.engine.messages import Started
+from firstlight.server.engine_client import EngineClient
+from firstlight.server.metrics import Metrics
+from firstlight.server.service import Service
+from firstlight.server.spawn import ENGINE, EngineProcess
+from firstlight.weights.tokenizer import Tokenizer, load_tokenizer
+
+
+def model_name(model: str) -> str:
+    """The name in the API: of the checkpoint's directory, or of its GGUF file without the suffix."""
+    path = Path(model).resolve()
+    if path.suffix == ".json":
+        return path.parent.name if path.name == "config.json" else path.stem
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def open_service(
+    process: EngineProcess, started: Started, tokenizer: Tokenizer | None, name: str, seed: int, limit: int
+) -> Service:
+    """The service of a loaded engine; call it inside the event loop. limit: requests in the engine at most."""
+    metrics = Metrics()
+    return Service(EngineClient(process, metrics, limit), metrics, started, tokenizer, name, seed)
+
+
+@asynccontextmanager
+async def local_service(options: EngineOptions, limit: int, engine: str = ENGINE) -> AsyncIterator[Service]:
+    """Start an engine, serve from it, end it. Raises EngineFailed when it can't start."""
+    with EngineProcess(options, engine) as process:
+        tokenizer = load_tokenizer(options.model)
+        started = await asyncio.to_thread(process.wait_started)
+        service = open_service(process, started, tokenizer, model_name(options.model), options.seed, limit)
+        try:
+            yield service
+        finally:
+            await service.client.close()
+            service.close()

@@ -1,0 +1,311 @@
+"""A Jinja environment for templates that nobody vouches for: sandboxed, and bounded in work and memory.
+
+Jinja's sandbox keeps a template from Python's internals, not from working for ever: two nested loops, a string doubled
+forty times or a list that holds itself twice, forty levels deep, stop a server. Here everything that can take time or
+memory is charged to a budget, and overdrawing it is an error:
+
+    loops        each turn, with the fixed text inside the loop
+    values       made by literals, operators, filters, tests and calls: their size (characters, items), before and after
+    comparisons  and slices, by the size of what they look at
+    output       each piece
+
+What grows by a factor that its arguments state (padding to a width, repetition, replacing) is priced before it is done.
+The hooks are the sandbox's own (operators, calls), `finalize` (output), wrapped filters and tests, and a rewrite of the
+parsed template that puts loops, literals, comparisons and slices through filters of ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from functools import wraps
+from itertools import chain
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.runtime import Context, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+TURN = 10
+"""Price of a loop's turn, a call, a filter or a test, in units; a character or an item of a list is one unit."""
+
+MAX_INTEGER_BITS = 4096
+MAX_FORMAT_WIDTH_DIGITS = 4
+
+UNWANTED_FILTERS = ("center", "pprint", "random", "urlize", "wordwrap", "xmlattr")
+KEPT_GLOBALS = ("range", "joiner", "cycler")
+
+METHODS: dict[type, frozenset[str]] = {
+    str: frozenset(
+        "capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit isidentifier "
+        "islower isnumeric isprintable isspace istitle isupper join lower lstrip partition removeprefix removesuffix "
+        "replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title upper".split()
+    ),
+    dict: frozenset(("copy", "get", "items", "keys", "values")),
+    list: frozenset(("copy", "count", "index")),
+    tuple: frozenset(("count", "index")),
+}
+"""Methods of plain values that a template may call; none of them can make much out of little, but for those priced."""
+
+
+class OverBudget(Exception):
+    """The template did more than its budget allows."""
+
+
+class Budget:
+    """Units left to spend."""
+
+    def __init__(self, units: int) -> None:
+        self.left = units
+
+    def charge(self, units: int) -> None:
+        """Spend `units`. Raises OverBudget if there are not so many."""
+        self.left -= units
+        if self.left < 0:
+            raise OverBudget("it loops too long or makes too much text")
+
+    def charge_value(self, value: Any) -> Any:
+        """Spend the size of a value, found by a walk that stops when the budget does; returns the value."""
+        pending = [value]
+        while pending:
+            item = pending.pop()
+            if isinstance(item, str):
+                self.charge(1 + len(item))
+            elif isinstance(item, (list, tuple, set, frozenset)):
+                self.charge(1 + len(item))
+                pending.extend(item)
+            elif isinstance(item, dict):
+                self.charge(1 + 2 * len(item))
+                pending.extend(chain(item.keys(), item.values()))
+            elif isinstance(item, int) and item.bit_length() > MAX_INTEGER_BITS:
+                raise OverBudget(f"an integer has more than {MAX_INTEGER_BITS} bits")
+            else:
+                self.charge(1)
+        return value
+
+
+_budget: ContextVar[Budget] = ContextVar("budget")
+
+
+class spending:  # noqa: N801 - used as a statement
+    """`with spending(units): ...` gives what is compiled or rendered inside a budget of its own."""
+
+    def __init__(self, units: int) -> None:
+        self._units = units
+
+    def __enter__(self) -> Budget:
+        budget = Budget(self._units)
+        self._token = _budget.set(budget)
+        return budget
+
+    def __exit__(self, *error: object) -> None:
+        _budget.reset(self._token)
+
+
+def measure(value: Any, limit: int) -> int:
+    """Size of a value in units, at most `limit`. Raises OverBudget if it is larger."""
+    budget = Budget(limit)
+    budget.charge_value(value)
+    return limit - budget.left
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """See the module's text. Compile and render within `spending`."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=_charge_output, **options)
+        self.globals = {name: self.globals[name] for name in KEPT_GLOBALS}
+        self.globals["namespace"] = _TemplateNamespace
+        self.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
+        for name in UNWANTED_FILTERS:
+            del self.filters[name]
+        priced = {"replace": _price_replace, "join": _price_join, "indent": _price_indent, "format": _price_format}
+        self.filters = {name: _charged(function, priced.get(name)) for name, function in self.filters.items()}
+        self.tests = {name: _charged(function, None) for name, function in self.tests.items()}
+        self.filters["iterate "] = _iterate  # a space keeps these names out of a template's reach
+        self.filters["charge "] = lambda value: _budget.get().charge_value(value)
+        self.filters["concatenate "] = _concatenate
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        _rewrite(source)
+        self.fixed_text = _fixed_text(source)
+        return super()._generate(source, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """An operator that can grow things, priced."""
+        budget = _budget.get()
+        if operator == "*":
+            for sequence, times in ((left, right), (right, left)):
+                if isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
+                    budget.charge(len(sequence) * max(times, 0))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() * max(right, 0) > MAX_INTEGER_BITS:
+                raise OverBudget(f"a power has more than {MAX_INTEGER_BITS} bits")
+        elif operator == "%" and isinstance(left, str):
+            _price_format(left, right)
+        budget.charge(TURN)
+        budget.charge_value((left, right))
+        return budget.charge_value(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+        """A call, priced by its arguments and its result."""
+        budget = _budget.get()
+        budget.charge(TURN + (__self.fixed_text if isinstance(__obj, Macro) else 0))
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, (str, bytes, list, tuple, dict, set, int, float)):
+            kind = next((kind for kind in METHODS if isinstance(owner, kind)), None)
+            if kind is None or name not in METHODS[kind]:
+                raise jinja2.exceptions.SecurityError(f"{type(owner).__name__}.{name} may not be called in a template")
+            budget.charge_value(owner)
+            if kind is str and name == "replace":
+                _price_replace(owner, *args)
+            elif kind is str and name == "join" and args:
+                args = (_listed(args[0]),)
+                _price_join(args[0], owner)
+            elif kind is str and name == "format":
+                _price_format(owner, (*args, *kwargs.values()))
+        budget.charge_value((*args, *kwargs.values()))
+        return budget.charge_value(super().call(__context, __obj, *args, **kwargs))
+
+
+class _TemplateNamespace(Namespace):
+    """Jinja's namespace, printed without its contents (printing could be endless: a namespace may hold itself)."""
+
+    def __repr__(self) -> str:
+        return "<namespace>"
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace can't have an attribute {name!r}")
+        super().__setitem__(name, value)
+
+
+def _charge_output(value: Any) -> Any:
+    return _budget.get().charge_value(value)
+
+
+def _charged(function: Callable[..., Any], price: Callable[..., None] | None) -> Callable[..., Any]:
+    """A filter or test that pays for its arguments and its result."""
+    passes_context = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @wraps(function)
+    def charged(*args: Any, **kwargs: Any) -> Any:
+        budget = _budget.get()
+        budget.charge(TURN)
+        values = [*args[passes_context:], *kwargs.values()]
+        if function.__name__ in ("do_join", "sync_do_join") and values:
+            values[0] = _listed(values[0])
+            args = (*args[:passes_context], values[0], *args[passes_context + 1 :])
+        budget.charge_value(values)
+        _refuse_large_integers(values[1:])
+        if price is not None:
+            price(*values)
+        return budget.charge_value(function(*args, **kwargs))
+
+    return charged
+
+
+def _refuse_large_integers(options: Iterable[Any]) -> None:
+    """Options of filters are widths and counts: a large one is an attempt to make much out of little."""
+    for option in options:
+        if isinstance(option, int) and abs(option) > 10_000:
+            raise OverBudget(f"{option} is too large for a filter's option")
+        if isinstance(option, list):
+            raise OverBudget("a list can't be a filter's option")
+
+
+def _listed(value: Any) -> Any:
+    """A generator's items as a list, paid for one by one; anything else as it is."""
+    return list(_iterate(value)) if isinstance(value, Iterator) else value
+
+
+def _iterate(values: Any, fixed_text: int = 0) -> Iterator[Any]:
+    """The items of a loop, each paid for."""
+    budget = _budget.get()
+    for value in values:
+        budget.charge(TURN + fixed_text)
+        yield value
+
+
+def _concatenate(parts: list[Any]) -> str:
+    """The ~ operator."""
+    _budget.get().charge_value(parts)
+    return "".join(map(str, parts))
+
+
+def _price_replace(text: Any, old: Any = "", new: Any = "", *count: Any) -> None:
+    _budget.get().charge(str(text).count(str(old)) * len(str(new)))
+
+
+def _price_join(items: Any, separator: Any = "", *attribute: Any) -> None:
+    _budget.get().charge((len(items) if hasattr(items, "__len__") else 0) * len(str(separator)))
+
+
+def _price_indent(text: Any, width: Any = 4, *options: Any) -> None:
+    step = len(width) if isinstance(width, str) else int(width)
+    _budget.get().charge((1 + str(text).count("\n")) * max(step, 0))
+
+
+def _price_format(text: Any, *values: Any) -> None:
+    """Both ways of formatting: a width of five digits or from an argument is refused; each field may hold any value."""
+    if re.search(rf"\d{{{MAX_FORMAT_WIDTH_DIGITS + 1}}}|%[-+ #0]*\*|%.*\.\*|\{{[^}}]*\{{", text):
+        raise OverBudget("a format states too large a width")
+    fields = text.count("{") + text.count("%")
+    budget = _budget.get()
+    budget.charge(fields * (measure(values, max(budget.left, 0)) + 10**MAX_FORMAT_WIDTH_DIGITS))
+
+
+def _refuse(node: nodes.Node, what: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateSyntaxError(f"{what} not supported in a chat template", node.lineno)
+
+
+def _fixed_text(node: nodes.Node) -> int:
+    """Characters of literal text below a node."""
+    return sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+
+
+def _filtered(node: nodes.Expr, name: str, *options: int) -> nodes.Filter:
+    arguments: list[nodes.Expr] = [nodes.Const(option) for option in options]
+    return nodes.Filter(node, name, arguments, [], None, None, lineno=node.lineno)
+
+
+def _rewrite(node: nodes.Node) -> None:
+    """Put all loops, literals, comparisons and slices below a node through the filters that charge for them."""
+    for child in node.iter_child_nodes():
+        _rewrite(child)
+    if isinstance(node, nodes.For):
+        if node.recursive:
+            _refuse(node, "recursive loops are")
+        node.iter = _filtered(node.iter, "iterate ", _fixed_text(node))
+    elif isinstance(node, (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
+        _refuse(node, "other templates are")
+    elif isinstance(node, nodes.Compare):
+        node.expr = _filtered(node.expr, "charge ")
+        for operand in node.ops:
+            operand.expr = _filtered(operand.expr, "charge ")
+    elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        node.node = _filtered(node.node, "charge ")
+    for name, value in list(node.iter_fields()):
+        if isinstance(value, list):
+            setattr(node, name, [_charged_literal(item) for item in value])
+        else:
+            setattr(node, name, _charged_literal(value))
+
+
+def _charged_literal(node: Any) -> Any:
+    """A literal collection or a concatenation, put through its filter; any other node or value as it is."""
+    if isinstance(node, nodes.Concat):
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), "concatenate ")
+    if isinstance(node, (nodes.List, nodes.Dict)) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
+        return _filtered(node, "charge ")
+    return node
+
+
+def is_undefined(value: Any) -> bool:
+    """Whether a template's value is an undefined variable."""
+    return isinstance(value, Undefined)
