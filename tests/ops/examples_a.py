@@ -134,7 +134,13 @@ EXAMPLES: dict[str, list[Example]] = {
     ],
     "write_kv": [
         lambda: (
-            (normal(3, 2, 8), normal(3, 2, 8), torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8), torch.tensor([4, 9, 0])),
+            (
+                normal(3, 2, 8),
+                normal(3, 2, 8),
+                torch.zeros(3, 4, 2, 8),
+                torch.zeros(3, 4, 2, 8),
+                torch.tensor([4, 9, 0]),
+            ),
             {},
         )
     ],

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from examples_a import EXAMPLES, Example
+from ops.examples_a import EXAMPLES, Example
 
-import importlib, pkgutil, firstlight.ops as _o
-for _m in "embedding replace_rows gather_rows rms_norm add add_rms_norm gated_rms_norm layer_norm gelu linear silu_mul sigmoid_mul rope_angles rope write_kv attention_prologue attention segment_attention sample all_reduce all_gather".split(): importlib.import_module("firstlight.ops." + _m)
+import firstlight.ops  # noqa: F401
 from firstlight.ops.op import REGISTRY, Shape
 from firstlight.parallel import Group
 from firstlight.quant import Packed

@@ -89,7 +89,14 @@ def test_windows_after_each_token() -> None:
     # The second request has one token of the three that its slots could hold.
     x = torch.cat([tail, tail[:1]])
     causal_conv(
-        x, weight, pool, starts([3, 1]), ints(1, 1), torch.stack([ints(2, 3, 4), ints(5, 6, 7)]), NO_EXPORTS, max_query=3
+        x,
+        weight,
+        pool,
+        starts([3, 1]),
+        ints(1, 1),
+        torch.stack([ints(2, 3, 4), ints(5, 6, 7)]),
+        NO_EXPORTS,
+        max_query=3,
     )
     full = torch.cat([prefix, tail])
     for slot, tokens in {2: 5, 3: 6, 4: 7, 5: 5}.items():

@@ -97,7 +97,17 @@ def test_batched_is_alone_with_padding_exports_and_a_shared_checkpoint(run: Run)
     padding = rule_inputs(0, padding=5)
     pool = poisoned(16, HV, V, K)
     pool[1] = some_state()
-    exports = [(1, 64, 6), (1, 77, 7), (1, 150, 8), (0, 2, 9), (2, 0, 10), (2, 64, 11), (1, 65, 0), (-1, 0, -1), (0, 0, 0)]
+    exports = [
+        (1, 64, 6),
+        (1, 77, 7),
+        (1, 150, 8),
+        (0, 2, 9),
+        (2, 0, 10),
+        (2, 64, 11),
+        (1, 65, 0),
+        (-1, 0, -1),
+        (0, 0, 0),
+    ]
     o = run(
         *join(*requests, padding),
         pool,
@@ -134,7 +144,10 @@ def test_states_after_each_token(run: Run) -> None:
 
 def make_log(slots: int = 4, ring: int = 8) -> DeltaLog:
     return DeltaLog(
-        k=poisoned(slots, ring, 2, K), u=poisoned(slots, ring, HV, V), g=poisoned(slots, ring, HV), conv=poisoned(slots, ring, 1)
+        k=poisoned(slots, ring, 2, K),
+        u=poisoned(slots, ring, HV, V),
+        g=poisoned(slots, ring, HV),
+        conv=poisoned(slots, ring, 1),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from served import RunningServer, running, write_checkpoint
+from server.served import RunningServer, running, write_checkpoint
 
 
 @pytest.fixture(scope="session")

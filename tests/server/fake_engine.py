@@ -1,7 +1,8 @@
 """An engine without a model, for tests of the server: its answers are known in advance.
 
-Greedy, it answers with the prompt's own tokens and then END, over and over if END is ignored. At a temperature above 0 it
-answers with letters that depend on seed and position alone. Some token ids at the start of a prompt make it misbehave.
+Greedy, it answers with the prompt's own tokens and then END, over and over if END is ignored. At a temperature above
+0 it answers with letters that depend on seed and position alone. Some token ids at the start of a prompt make it
+misbehave.
 
 FAKE_ENGINE_STEP_SECONDS: how long a step takes. FAKE_ENGINE_START: `fail` or `crash` instead of starting.
 """

@@ -17,12 +17,12 @@ from typing import Any
 
 import httpx
 import openai
-from fake_engine import END, VOCAB_SIZE
+from server.fake_engine import END, VOCAB_SIZE
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if add_generation_prompt and not unmarked %}<|assistant|>{% endif %}"
 )
 SERVE = """
 import json, sys
@@ -30,14 +30,15 @@ from firstlight.config import EngineOptions, ServerOptions
 from firstlight.errors import FirstlightError
 from firstlight.server.launch import serve
 try:
-    serve(EngineOptions(**json.loads(sys.argv[1])), ServerOptions(**json.loads(sys.argv[2])), "fake_engine:FakeEngine")
+    serve(EngineOptions(**json.loads(sys.argv[1])), ServerOptions(**json.loads(sys.argv[2])), "server.fake_engine:FakeEngine")
 except FirstlightError as error:
     sys.exit(str(error))
 """
 
 
 def write_checkpoint(directory: Path) -> Path:
-    """A checkpoint with a byte-level tokenizer, whose ids are bytes, and a chat template; the fake engine needs no more."""
+    """A checkpoint with a byte-level tokenizer, whose ids are bytes, and a chat template; the fake engine needs no
+    more."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     directory.mkdir(parents=True)
@@ -51,7 +52,9 @@ def write_checkpoint(directory: Path) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": VOCAB_SIZE, "eos_token_id": END}))
+    (directory / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": VOCAB_SIZE, "eos_token_id": END})
+    )
     return directory
 
 
@@ -69,6 +72,7 @@ class RunningServer:
     process: subprocess.Popen[str]
     url: str = ""
     lines: list[str] = field(default_factory=list)
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=20))
 
     @property
     def log(self) -> str:
@@ -80,10 +84,10 @@ class RunningServer:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20, **options)
 
     def post(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, timeout=20, **options)
+        return self.http.post(self.url + path, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=20, **options)
+        return self.http.get(self.url + path, **options)
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample on /metrics."""
@@ -105,13 +109,19 @@ class RunningServer:
 
 
 def start(
-    engine_options: dict[str, Any], server_options: dict[str, Any] | None = None, environment: dict[str, str] | None = None
+    engine_options: dict[str, Any],
+    server_options: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
 ) -> RunningServer:
     """Start a server on a free port; returns before it is ready."""
     options = {"port": 0, "drain_seconds": 5, **(server_options or {})}
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, json.dumps(engine_options), json.dumps(options)],
-        env={**os.environ, "PYTHONPATH": str(HERE), **(environment or {})},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))),
+            **(environment or {}),
+        },
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -140,6 +150,7 @@ def running(*arguments: Any, **named: Any) -> Iterator[RunningServer]:
         assert server.url, f"did not start: {server.log}"
         yield server
     finally:
+        server.http.close()
         server.process.send_signal(signal.SIGTERM)
         try:
             server.process.wait(15)

@@ -1,5 +1,5 @@
-"""Who answers `chat` and `generate`: an engine started for the purpose, or a server that runs already. Both take the fields of
-an API request and give OpenAI's objects back."""
+"""Who answers `chat` and `generate`: an engine started for the purpose, or a server that runs already. Both take the
+fields of an API request and give OpenAI's objects back."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ class RemoteBackend:
         finally:
             connection.close()
 
-    def _post(self, fields: dict[str, Any], service_class: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    def _post(
+        self, fields: dict[str, Any], service_class: str
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """An answer with status 200, to be read and its connection closed."""
         secure = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
@@ -158,7 +160,9 @@ class RemoteBackend:
 
 
 @asynccontextmanager
-async def open_backend(options: EngineOptions | None, url: str | None, key: str | None, limit: int) -> AsyncIterator[Backend]:
+async def open_backend(
+    options: EngineOptions | None, url: str | None, key: str | None, limit: int
+) -> AsyncIterator[Backend]:
     """A backend: the server at `url`, or else an engine with `options`, ended afterwards."""
     if options is None:
         assert url is not None

@@ -24,7 +24,9 @@ def command(
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens whose probabilities reach this.")] = 0.95,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer at most; default: as many as fit.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of an answer at most; default: as many as fit.")
+    ] = None,
 ) -> None:
     """Chat with a model in the terminal."""
     options = None if url else load(EngineOptions, given)

@@ -31,8 +31,9 @@ def command(
 ) -> None:
     """Answer a file of prompts, as fast as the model allows.
 
-    A line has `prompt`, `messages` or `prompt_token_ids`, any sampling field of the API, and an `id` if you like. Answers are
-    written as they come, with the line's number as `index` and its `id`. Run the same command again to go on after a stop.
+    A line has `prompt`, `messages` or `prompt_token_ids`, any sampling field of the API, and an `id` if you like.
+    Answers are written as they come, with the line's number as `index` and its `id`. Run the same command again to go
+    on after a stop.
     """
     options = None if url else load(EngineOptions, given)
     import asyncio
@@ -100,7 +101,9 @@ async def _answer(backend: Backend, line: InputLine, defaults: dict[str, Any]) -
     from firstlight.cli.backend import RequestError
 
     if line.error:
-        return {"error": {"message": line.error, "type": "invalid_request_error", "param": None, "code": "invalid_line"}}
+        return {
+            "error": {"message": line.error, "type": "invalid_request_error", "param": None, "code": "invalid_line"}
+        }
     if "max_completion_tokens" in line.fields:
         defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
     while True:

@@ -1,7 +1,8 @@
 """The files of `firstlight generate`: requests in, answers out, a JSON object a line.
 
-An answer belongs to its line by `id`, or by the line's number if it has none. Answers are appended whole, one write each, so
-that a run that was stopped, however, leaves whole lines and at most one torn one at the end, which the next run cuts off.
+An answer belongs to its line by `id`, or by the line's number if it has none. Answers are appended whole, one write
+each, so that a run that was stopped, however, leaves whole lines and at most one torn one at the end, which the next
+run cuts off.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ class OutputFile:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         os.close(self._descriptor)
 
     def write(self, line: InputLine, answer: dict[str, Any]) -> None:
@@ -132,4 +135,6 @@ class OutputFile:
                     answer = json.loads(text)
                     self.done.add(("id", answer["id"]) if "id" in answer else ("index", answer["index"]))
                 except (ValueError, KeyError, TypeError):
-                    raise FileError(f"{self.path}, line {number} was not written by `generate`; choose another file") from None
+                    raise FileError(
+                        f"{self.path}, line {number} was not written by `generate`; choose another file"
+                    ) from None

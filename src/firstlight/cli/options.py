@@ -1,7 +1,7 @@
 """Command-line options made from the fields of `config`: names, defaults and help come from there, so they can't drift.
 
-Values stay strings here; pydantic converts and checks them, as it does with the environment's, and its errors are shown one
-a line.
+Values stay strings here; pydantic converts and checks them, as it does with the environment's, and its errors are
+shown one a line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the API process and the engine process say to each other.
 
-Each direction is one tagged union of msgspec structs, sent as msgpack over a private socket: never pickle, so a message can
-only be one of the structs below with fields of the stated types. Traffic is by step, not by token: the engine answers a step
-with one `Tokens` message that carries what every request of the step got.
+Each direction is one tagged union of msgspec structs, sent as msgpack over a private socket: never pickle, so a
+message can only be one of the structs below with fields of the stated types. Traffic is by step, not by token: the
+engine answers a step with one `Tokens` message that carries what every request of the step got.
 
     API process                     engine process
       Generate, Abort, GetStats,      Started | Failed     once, when the model is loaded or could not be
@@ -147,7 +147,9 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     """The message's bytes. Raises MessageError when they are more than MAX_MESSAGE_BYTES."""
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
-        raise MessageError(f"a {type(message).__name__} message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are sent")
+        raise MessageError(
+            f"a {type(message).__name__} message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are sent"
+        )
     return data
 
 

@@ -1,8 +1,9 @@
 """The engine process: one loop that drives an engine and speaks `messages` with the API process.
 
-Started by `firstlight.server.spawn` as `python -m firstlight.engine.process ADDRESS ENGINE`, a fresh interpreter: nothing is
-forked from a process with threads. Options come as one line of JSON on stdin. Stdin then stays open for as long as the
-parent lives, and its end is how the engine learns that the parent is gone, however it went: it then exits too.
+Started by `firstlight.server.spawn` as `python -m firstlight.engine.process ADDRESS ENGINE`, a fresh interpreter:
+nothing is forked from a process with threads. Options come as one line of JSON on stdin. Stdin then stays open for as
+long as the parent lives, and its end is how the engine learns that the parent is gone, however it went: it then exits
+too.
 
 While there is work the loop looks at the socket between steps without waiting; without work it sleeps in `poll`.
 SIGINT is left to the parent (Ctrl-C reaches both); SIGTERM and `Shutdown` end the loop after the step it is in.
@@ -10,6 +11,7 @@ SIGINT is left to the parent (Ctrl-C reaches both); SIGTERM and `Shutdown` end t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -60,10 +62,14 @@ class DrivenEngine(Protocol):
 
     max_context: int
     vocab_size: int
-    facts: Mapping[str, str]
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What was loaded, for people."""
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestRefused (or another FirstlightError or ValueError) for one that can never run."""
+        """Queue a request. Raises RequestRefused (or another FirstlightError or ValueError) for one that can never
+        run."""
 
     def abort(self, id: str) -> None:
         """Forget a request; no more deltas for it. Unknown ids are ignored."""
@@ -94,10 +100,8 @@ class Loop:
     def stop(self) -> None:
         """End the loop after the step it is in. May be called by a signal handler or another thread."""
         self.stopping = True
-        try:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
             os.write(self._wake_write, b"\0")
-        except BlockingIOError:
-            pass  # the pipe is full of wake-ups already
 
     def run(self) -> None:
         """Serve until `stop` or `Shutdown`. What the engine raises in a step is raised here."""
@@ -115,7 +119,7 @@ class Loop:
 
     def _drain(self) -> None:
         """Handle every message that has arrived; never waits."""
-        accepted: list[int] = []
+        accepted: list[str] = []
         while not self.stopping:
             try:
                 data = self.socket.recv(zmq.NOBLOCK)
@@ -130,7 +134,7 @@ class Loop:
         if accepted:
             self._send(Accepted(accepted))
 
-    def _handle(self, message: ToEngine, accepted: list[int]) -> None:
+    def _handle(self, message: ToEngine, accepted: list[str]) -> None:
         if isinstance(message, Generate):
             try:
                 self.engine.add(message.request())
@@ -197,7 +201,7 @@ def _serve(socket: zmq.Socket[bytes], engine_name: str, options_json: bytes, orp
         return 1
     loop = Loop(engine, socket)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
-    threading.Thread(target=lambda: (orphaned.wait(), loop.stop()), daemon=True).start()
+    threading.Thread(target=_stop_when, args=(orphaned, loop), daemon=True).start()
     try:
         socket.send(encode(Started(engine.max_context, engine.vocab_size, dict(engine.facts))))
         loop.run()
@@ -217,6 +221,11 @@ def _follow_parent(orphaned: threading.Event) -> None:
     orphaned.set()
     threading.Event().wait(ORPHAN_GRACE_SECONDS)
     os._exit(1)
+
+
+def _stop_when(orphaned: threading.Event, loop: Loop) -> None:
+    orphaned.wait()
+    loop.stop()
 
 
 def _readable(error: Exception) -> str:

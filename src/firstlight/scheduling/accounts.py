@@ -38,7 +38,8 @@ class Account:
         taken = self._stack[self.free - count : self.free][::-1]
         self.free -= count
         self._counts[taken] = 1
-        return taken.tolist()
+        indices: list[int] = taken.tolist()
+        return indices
 
     def share(self, indices: Iterable[int]) -> None:
         """One more reference to each index; all are held already, and none is named twice."""
@@ -52,7 +53,9 @@ class Account:
         self._counts[chosen] -= 1
         counts = self._counts[chosen]
         if (counts < 0).any():
-            raise IntegrityError(f"{self.name} {chosen[counts < 0].tolist()} given back by somebody who doesn't hold them")
+            raise IntegrityError(
+                f"{self.name} {chosen[counts < 0].tolist()} given back by somebody who doesn't hold them"
+            )
         self.idle += int(np.count_nonzero(self._kept[chosen] & (counts == 1)))
         freed = chosen[counts == 0]
         self._stack[self.free : self.free + len(freed)] = freed
@@ -95,4 +98,6 @@ class Account:
             raise IntegrityError(f"{self.name}: {self.idle} counted as idle, {idle} are")
         if idle_only and idle != held:
             leaked = np.flatnonzero((self._counts > 0) & ~(self._kept & (self._counts == 1))).tolist()
-            raise IntegrityError(f"{self.name}: nothing runs, yet {leaked} are held ({idle} by the tree, {held} in all)")
+            raise IntegrityError(
+                f"{self.name}: nothing runs, yet {leaked} are held ({idle} by the tree, {held} in all)"
+            )

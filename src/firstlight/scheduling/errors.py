@@ -1,7 +1,7 @@
 """What the scheduler says to a request that it will not take."""
 
 
-class RequestRefused(Exception):
+class RequestRefusedError(Exception):
     """The request can't be served, now or ever; `status` is the HTTP status that says so to a client.
 
     400: it is malformed or can never fit this engine. 409: its id is already in use.

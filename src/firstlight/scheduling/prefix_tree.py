@@ -48,7 +48,9 @@ class Node:
     tokens: int
     children: int = 0
     checkpoints: list[Checkpoint] = field(default_factory=list)  # that end inside this page
-    child_lengths: dict[int, int] = field(default_factory=dict)  # tokens into the next page -> checkpoints that end there
+    child_lengths: dict[int, int] = field(
+        default_factory=dict
+    )  # tokens into the next page -> checkpoints that end there
     credit: float = 0.0
     ticket: int = 0
 
@@ -75,6 +77,7 @@ class Hit:
     source: node whose page is to be copied for the tokens after the shared pages; None if there are none.
     checkpoint: whose slot is read in place; None without state.
     matched: tokens for which KV is there; more than `length` if a checkpoint is wanting.
+    depth: leading full pages that are in the tree, whether or not they can be used.
     """
 
     length: int
@@ -83,6 +86,10 @@ class Hit:
     source: Node | None
     checkpoint: Checkpoint | None
     matched: int
+    depth: int
+
+
+NO_HIT = Hit(0, [], None, None, None, 0, 0)
 
 
 class PrefixTree:
@@ -115,7 +122,7 @@ class PrefixTree:
         shared = min(depth, limit // size)
         if self._geometry.has_state:
             if checkpoint is None:
-                return Hit(0, [], None, None, None, matched)
+                return Hit(0, [], None, None, None, matched, depth)
             shared = checkpoint.length // size
         elif checkpoint is None or checkpoint.length <= shared * size:
             checkpoint = None
@@ -124,7 +131,7 @@ class PrefixTree:
         length = checkpoint.length if checkpoint else shared * size
         node = self._nodes[chain.keys[shared - 1]] if shared else None
         source = checkpoint.node if checkpoint and length % size else None
-        return Hit(length, self._path_pages(node), node, source, checkpoint, max(matched, length))
+        return Hit(length, self._path_pages(node), node, source, checkpoint, max(matched, length), depth)
 
     def matched_pages(self, keys: list[bytes]) -> int:
         """How many of the leading pages are in the tree. A node's ancestors always are, hence the binary search."""
@@ -167,10 +174,7 @@ class PrefixTree:
         """The node (or root) that page `page` of this chain continues; None if it is not in the tree any more."""
         if page:
             return self._nodes.get(chain.keys[page - 1])
-        root = self._roots.get(chain.root)
-        if root is None:
-            root = self._roots[chain.root] = Node(chain.root, None, -1, 0, self._geometry.page_size)
-        return root
+        return self._roots.get(chain.root) or Node(chain.root, None, -1, 0, self._geometry.page_size)
 
     def insert(self, parent: Node, key: bytes, page: int, tokens: int) -> Node:
         """The node of a page, in which `tokens` positions are filled. If the key is there already, that node stays,
@@ -179,6 +183,8 @@ class PrefixTree:
         if node is None:
             node = self._nodes[key] = Node(key, parent, parent.depth + 1, page, tokens)
             parent.children += 1
+            if parent.depth < 0:
+                self._roots[parent.key] = parent
             self._pages.keep(page)
         self._use_node(node)
         return node

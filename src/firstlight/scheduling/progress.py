@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from firstlight.scheduling.prefix_keys import KeyChain
-from firstlight.scheduling.prefix_tree import Hit, Node, Origin
+from firstlight.scheduling.prefix_tree import NO_HIT, Hit, Node, Origin
 from firstlight.scheduling.request import Request
 from firstlight.scheduling.sampling import FinishReason, ServiceClass
 
@@ -43,7 +43,7 @@ class TokenEvent:
 
 @dataclass(slots=True, eq=False)
 class ExportedState:
-    """A state exported by a plan: of the first `length` tokens, in `slot`; not in the tree yet."""
+    """A state that a plan exports: of the first `length` tokens, in `slot`; not in the tree yet."""
 
     length: int
     slot: int
@@ -63,8 +63,10 @@ class Progress:
     pages: its page table's entries; those before `first_page` were given back early, by a preemption.
     inserted: how many leading pages stand in the tree; `node` is the last of them. shadows: the tree's pages for
         prefixes of which this request has a copy of its own; pinned, since `node` continues them.
-    wishes: lengths at which a checkpoint is wanted. exports: made, but not in the tree yet; `insert_at` is the length
-        at which the page of the next of them is full.
+    hit: what it took over when it joined. source_pinned: what the hit only copies or reads is still held.
+    wishes: lengths at which a checkpoint is wanted. exports: planned, but not in the tree yet; `insert_at` is the
+        computed length at which the page of one of them is full.
+    protected: an offline request that may not be preempted for online ones; `joined_with` tokens of output.
     """
 
     request: Request
@@ -87,13 +89,15 @@ class Progress:
     draining: bool = False
     preempted: bool = False
     protected: bool = False
-    admissions: int = 0
+    joined_with: int = 0
+    awaited: bytes | None = None
     pages: list[int] = field(default_factory=list)
     first_page: int = 0
     inserted: int = 0
     node: Node | None = None
     shadows: list[int] = field(default_factory=list)
-    hit: Hit | None = None
+    hit: Hit = NO_HIT
+    source_pinned: bool = False
     wishes: dict[int, Origin] = field(default_factory=dict)
     exports: list[ExportedState] = field(default_factory=list)
     insert_at: int = NEVER

@@ -6,6 +6,8 @@ however many requests run.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 
 from firstlight.scheduling.accounts import Account
@@ -31,6 +33,7 @@ class RowTable:
         self.last = np.full(total + 1, -1, np.int64)
         self.holders: list[Progress | None] = [None] * (total + 1)
         self.leaving: list[int] = []  # freed since the last plan
+        self.offline = 0  # offline requests with a row
         self._decoding: dict[int, Progress] = {}  # by row, in the order in which they began
         self._batch: Batch | None = None
 
@@ -40,6 +43,7 @@ class RowTable:
         progress.row = row
         self.holders[row] = progress
         self.last[row] = -1
+        self.offline += not progress.online
 
     def start_decoding(self, progress: Progress, left: int) -> None:
         """Its prefill is planned to the end; from the next plan on it decodes, up to `left` steps."""
@@ -62,9 +66,10 @@ class RowTable:
         self.account.release([progress.row])
         self.leaving.append(progress.row)
         progress.row = 0
+        self.offline -= not progress.online
 
-    def decode_batch(self) -> Batch:
-        """Rows [D] int32, their slots [D] int32 and requests, for every row that may decode now.
+    def decode_batch(self, stalled: Set[int] = frozenset()) -> Batch:
+        """Rows [D] int32, their slots [D] int32 and requests, for every row that may decode now, `stalled` ones apart.
 
         The arrays are the same objects from call to call while nothing changes.
         """
@@ -75,6 +80,8 @@ class RowTable:
             self._batch = rows, slots, progresses
         rows, slots, progresses = self._batch
         allowed = self.left[rows] > 0
+        if stalled:
+            allowed &= ~np.isin(rows, list(stalled))
         if allowed.all():
             return self._batch
         chosen = np.flatnonzero(allowed)

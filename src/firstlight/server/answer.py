@@ -1,8 +1,8 @@
 """From tokens to what the client sees: text piece by piece, cut at the first stop string.
 
-A stop string may be spread over several tokens, so text that could still become one is held back until it is clear. With
-stop strings, tokens are looked at one by one: where the answer ends, and how many tokens it has, then doesn't depend on how
-many of them arrived at once, which is what makes streamed and whole answers equal.
+A stop string may be spread over several tokens, so text that could still become one is held back until it is clear.
+With stop strings, tokens are looked at one by one: where the answer ends, and how many tokens it has, then doesn't
+depend on how many of them arrived at once, which is what makes streamed and whole answers equal.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from firstlight.scheduling.sampling import FinishReason
 
 
 class TextDecoder(Protocol):
-    """Incremental detokenising: what `weights.tokenizer.TextStream` does."""
+    """Incremental detokenising: what `weights.text_stream` does."""
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete; bytes of an unfinished character wait for the next call."""
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """What is left at the end."""
 
 
@@ -71,15 +71,15 @@ class Answer:
     def push(self, tokens: list[int], finish_reason: FinishReason | None) -> Piece:
         """The next tokens, and why the engine ended the request if it did; what of it is to be shown.
 
-        After a piece with a finish reason the answer is finished, and must not be pushed to; if the engine has not ended
-        the request by itself, a stop string was found and the request should be aborted.
+        After a piece with a finish reason the answer is finished, and must not be pushed to; if the engine has not
+        ended the request by itself, a stop string was found and the request should be aborted.
         """
         if self._decoder is None:
             return self._piece(None, tokens, finish_reason)
         if not self._stop_strings:
             text = self._decoder.push(self._shown(tokens, finish_reason))
             if finish_reason is not None:
-                text += self._decoder.flush()
+                text += self._decoder.finish()
             return self._piece(text, tokens, finish_reason)
 
         text = ""
@@ -90,7 +90,7 @@ class Answer:
             if stopped:
                 return self._piece(text, tokens[:count], FinishReason.STOP)
         if finish_reason is not None:
-            new_text, stopped = self._until_stop(self._decoder.flush())
+            new_text, stopped = self._until_stop(self._decoder.finish())
             text += new_text
             if stopped:
                 finish_reason = FinishReason.STOP
@@ -104,7 +104,8 @@ class Answer:
         return tokens[:-1] if ends_by_token else tokens
 
     def _until_stop(self, new_text: str) -> tuple[str, bool]:
-        """Add text; returns what of the text held so far is now certain, and whether a stop string was found after it."""
+        """Add text; returns what of the text held so far is now certain, and whether a stop string was found after
+        it."""
         text = self._held + new_text
         found = [at for stop in self._stop_strings if (at := text.find(stop)) >= 0]
         if found:

@@ -92,9 +92,7 @@ class _Api:
             return parse(kind, body)
         return await asyncio.to_thread(parse, kind, body)
 
-    async def _answer(
-        self, http: Request, request: GenerationRequest, job: Job, kind: type[Reply]
-    ) -> Response:
+    async def _answer(self, http: Request, request: GenerationRequest, job: Job, kind: type[Reply]) -> Response:
         reply = kind(self._service.name, token_ids=bool(request.return_token_ids), include_usage=request.include_usage)
         if not request.stream:
             return json_response(await while_connected(http.receive, self._whole(job, reply)))

@@ -1,8 +1,8 @@
 """The API process's view of the engine: submit a prompt, get its tokens.
 
-One asyncio task reads the engine's messages and hands each request its part. Tokens are not queued one by one: they are
-appended to the request's list, and whoever waits for them takes all there are. A reader that is slow therefore gets fewer,
-larger pieces, its backlog is at most the tokens it asked for, and a step wakes each waiting reader once.
+One asyncio task reads the engine's messages and hands each request its part. Tokens are not queued one by one: they
+are appended to the request's list, and whoever waits for them takes all there are. A reader that is slow therefore
+gets fewer, larger pieces, its backlog is at most the tokens it asked for, and a step wakes each waiting reader once.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._closing = False
         self.failure: EngineFailed | None = None
-        self.on_failure: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[], object] = lambda: None
         self._reader = asyncio.create_task(self._read(), name="engine-reader")
         process.watch(lambda: self._loop.call_soon_threadsafe(self._process_ended))
 

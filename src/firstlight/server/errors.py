@@ -1,4 +1,5 @@
-"""Errors as clients see them, in OpenAI's format: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
+"""Errors as clients see them, in OpenAI's format: {"error": {"message", "type", "param", "code"}} and an HTTP
+status."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The fields of OpenAI's API that are not supported yet, with the values of them that change nothing.
 
 Real clients send defaults (`n: 1`, `presence_penalty: 0`), so those are accepted. Any other value would be ignored in
-silence, and its sender would find out from the output: it is refused with an error that names the field. So is a field that
-nobody knows.
+silence, and its sender would find out from the output: it is refused with an error that names the field. So is a
+field that nobody knows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ REQUEST_FIELDS: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "priority": (0,),

@@ -1,4 +1,5 @@
-"""What stands in front of the API: the key, and the limit on the size of bodies. Plain ASGI, so that streams pass untouched."""
+"""What stands in front of the API: the key, and the limit on the size of bodies. Plain ASGI, so that streams pass
+untouched."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """`firstlight serve`: from options to a listening server, and back to nothing left behind.
 
-The order is chosen for a quick start: the port is taken first (a port in use is known at once), then the engine process is
-started, and while it loads the model this process imports the web framework and loads the tokenizer.
+The order is chosen for a quick start: the port is taken first (a port in use is known at once), then the engine
+process is started, and while it loads the model this process imports the web framework and loads the tokenizer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import signal
 import socket
 
@@ -27,10 +28,11 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions, engine: 
     Raises StartError or EngineFailed when it can't start, and EngineFailed when the engine died.
     """
     listener = listen(server_options)
+    logging.basicConfig(level=logging.INFO, format="firstlight: %(levelname)s: %(message)s")
     signal.signal(signal.SIGTERM, exit_quietly)
     with listener, EngineProcess(engine_options, engine) as process:
         from firstlight.server.http import run  # slow to import, while the engine loads
-        from firstlight.weights.tokenizer import load_tokenizer
+        from firstlight.server.local import load_tokenizer
 
         tokenizer = load_tokenizer(engine_options.model)
         started = process.wait_started()

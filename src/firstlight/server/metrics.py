@@ -25,7 +25,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         by_class = ("service_class",)
         self._first_token = self._histogram(
-            "firstlight_time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
+            "firstlight_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            FIRST_TOKEN_BUCKETS,
         )
         self._inter_token = self._histogram(
             "firstlight_inter_token_seconds", "Between two tokens of a request.", INTER_TOKEN_BUCKETS
@@ -41,9 +43,13 @@ class Metrics:
         self._generated_tokens = self._counter("firstlight_generated_tokens", "Generated tokens.", by_class)
         self._running = self._gauge("firstlight_requests_running", "Requests that hold pages.", by_class)
         self._waiting = self._gauge("firstlight_requests_waiting", "Requests in the queue.", by_class)
-        self._pages_used = self._gauge("firstlight_pages_used", "KV pages of running requests.")
+        self._pages_used = self._gauge(
+            "firstlight_pages_used", "KV pages in use: by running requests, or kept for reuse."
+        )
         self._pages_capacity = self._gauge("firstlight_pages_capacity", "KV pages in all.")
-        self._slots_used = self._gauge("firstlight_slots_used", "State slots of running requests.")
+        self._slots_used = self._gauge(
+            "firstlight_slots_used", "State slots in use: by running requests, or kept as checkpoints."
+        )
         self._slots_capacity = self._gauge("firstlight_slots_capacity", "State slots in all.")
         self._hit_rate = self._gauge(
             "firstlight_prefix_cache_hit_rate", "Matched over queried prompt tokens since the start, 0 to 1."

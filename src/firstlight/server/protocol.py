@@ -20,6 +20,8 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_PROMPTS = 128
+TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "self"})
+"""What a chat template gets from us and no client may replace."""
 SEED_LIMIT = 2**63
 """Seeds are signed 64-bit integers."""
 
@@ -139,7 +141,8 @@ class Message(Body):
     content: str | list[TextPart] | None = None
 
     def for_template(self, where: str) -> dict[str, str]:
-        """role and content as chat templates expect them: text parts joined, `developer` as `system`. Raises ApiError."""
+        """role and content as chat templates expect them: text parts joined, `developer` as `system`. Raises
+        ApiError."""
         check_extra_fields(self.model_extra, MESSAGE_FIELDS, f"{where}.")
         content = self.content
         if isinstance(content, list):
@@ -148,7 +151,7 @@ class Message(Body):
                 if part.type != "text" or part.text is None:
                     path = f"{where}.content[{number}]"
                     raise bad_request(
-                        f"`{path}` is of type `{part.type}`; only parts {{'type': 'text', 'text': ...}} are supported yet",
+                        f"`{path}` is of type `{part.type}`; only parts with type `text` and a text are supported yet",
                         path,
                         "unsupported_field",
                     )
@@ -165,6 +168,7 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def new_tokens(self) -> int | None:
@@ -174,9 +178,16 @@ class ChatRequest(GenerationRequest):
         super().check()
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise bad_request(
-                f"`max_tokens` is {self.max_tokens} and `max_completion_tokens` is {self.max_completion_tokens}; give one",
+                f"`max_tokens` is {self.max_tokens}, `max_completion_tokens` {self.max_completion_tokens}; give one",
                 "max_tokens",
             )
+
+    def template_variables(self) -> dict[str, Any]:
+        """Further names for the chat template, such as enable_thinking. Raises ApiError."""
+        variables = self.chat_template_kwargs or {}
+        if taken := sorted(TEMPLATE_NAMES & variables.keys()):
+            raise bad_request(f"`chat_template_kwargs` can't set `{taken[0]}`", "chat_template_kwargs")
+        return variables
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages as chat templates expect them. Raises ApiError."""
@@ -200,7 +211,9 @@ def _named(error: ValidationError) -> ApiError:
     """The first error of a validation, for people."""
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
-        return bad_request(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
+        return bad_request(
+            f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json"
+        )
     path = _path(first["loc"])
     if not path:
         return bad_request("the body must be a JSON object")

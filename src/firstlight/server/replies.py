@@ -1,4 +1,5 @@
-"""The bodies of answers: OpenAI's objects, whole or as chunks of a stream. Chat and completions differ in shape alone."""
+"""The bodies of answers: OpenAI's objects, whole or as chunks of a stream. Chat and completions differ in shape
+alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The API without HTTP: a checked request becomes a job of token ids, the job runs in the engine, pieces of answers come out.
+"""The API without HTTP: a checked request becomes a job of token ids, the job runs in the engine, pieces of answers
+come out.
 
 `serve` puts HTTP in front of it; `chat` and `generate` use it as it is.
 """
@@ -9,7 +10,7 @@ import asyncio
 import hashlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -23,7 +24,8 @@ from firstlight.server.errors import ApiError, bad_request
 from firstlight.server.metrics import Metrics
 from firstlight.server.protocol import SEED_LIMIT, ChatRequest, CompletionRequest, GenerationRequest
 from firstlight.server.spawn import EngineFailed
-from firstlight.weights.tokenizer import TextStream, Tokenizer
+from firstlight.weights.text_stream import TextStream
+from firstlight.weights.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 2000
 """Texts up to this long are tokenised in the event loop (well under a millisecond); longer ones in a thread."""
@@ -60,7 +62,13 @@ class Service:
     """
 
     def __init__(
-        self, client: EngineClient, metrics: Metrics, started: Started, tokenizer: Tokenizer | None, name: str, seed: int
+        self,
+        client: EngineClient,
+        metrics: Metrics,
+        started: Started,
+        tokenizer: Tokenizer | None,
+        name: str,
+        seed: int,
     ) -> None:
         self.client = client
         self.metrics = metrics
@@ -79,11 +87,12 @@ class Service:
         self._check(request)
         tokenizer = self._need_tokenizer("messages", "send token ids to /v1/completions")
         messages = request.conversation()
+        variables = request.template_variables()
         size = sum(len(message["content"]) for message in messages)
 
         def encode() -> list[int]:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-            return tokenizer.encode(text, add_special_tokens=False)
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
+            return _encode(tokenizer, text, add_special_tokens=False)
 
         try:
             prompt = await self._in_thread(encode, size)
@@ -151,7 +160,10 @@ class Service:
     def _check(self, request: GenerationRequest) -> None:
         if request.model is not None and request.model != self.name:
             raise ApiError(
-                404, f"the model `{request.model}` is not served here; `{self.name}` is", param="model", code="model_not_found"
+                404,
+                f"the model `{request.model}` is not served here; `{self.name}` is",
+                param="model",
+                code="model_not_found",
             )
         if self.tokenizer is None:
             if request.stop:
@@ -169,7 +181,7 @@ class Service:
         tokenizer = self._need_tokenizer("prompt", "send token ids as prompt")
         if not text:
             raise bad_request("`prompt` is empty", "prompt", "empty_prompt")
-        return await self._in_thread(lambda: tokenizer.encode(text, add_special_tokens=True), len(text))
+        return await self._in_thread(lambda: _encode(tokenizer, text, add_special_tokens=True), len(text))
 
     async def _in_thread(self, work: Callable[[], Result], characters: int) -> Result:
         if characters <= INLINE_CHARACTERS:
@@ -177,7 +189,12 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _job(
-        self, request: GenerationRequest, prompts: list[list[int]], field: str, arrival: float, service_header: str | None
+        self,
+        request: GenerationRequest,
+        prompts: list[list[int]],
+        field: str,
+        arrival: float,
+        service_header: str | None,
     ) -> Job:
         stop_token_ids = set(request.stop_token_ids or ())
         self._check_ids(sorted(stop_token_ids), "stop_token_ids")
@@ -196,11 +213,13 @@ class Service:
                 raise bad_request(f"`{name}` is empty", field, "empty_prompt")
             self._check_ids(prompt, name)
             seed = self._next_seed() if request.seed is None else request.seed % SEED_LIMIT
-            sampling.append(replace(base, seed=seed, max_tokens=self._new_tokens(len(prompt), request.new_tokens, name)))
+            sampling.append(
+                replace(base, seed=seed, max_tokens=self._new_tokens(len(prompt), request.new_tokens, name))
+            )
         return Job(prompts, sampling, request.service(service_header), request.stop, arrival)
 
     def _check_ids(self, ids: Sequence[int], name: str) -> None:
-        if ids and not (0 <= min(ids) and max(ids) < self.vocab_size):
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             wrong = next(id for id in ids if not 0 <= id < self.vocab_size)
             raise bad_request(
                 f"`{name}` has the token id {wrong}; ids are 0 to {self.vocab_size - 1}", name, "token_id_out_of_range"
@@ -224,7 +243,7 @@ class Service:
         return int.from_bytes(digest) >> 1
 
     def _text_stream(self) -> TextStream | None:
-        return None if self.tokenizer is None else TextStream(self.tokenizer)
+        return None if self.tokenizer is None else self.tokenizer.stream()
 
 
 class Run:
@@ -244,7 +263,7 @@ class Run:
         self._raise_errors()
         self._changed.set()  # tokens may have come meanwhile
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
+    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """What is new, for as many prompts as have news, until all are finished. Raises ApiError."""
         while not all(answer.finished for answer in self._answers):
             await self._changed.wait()
@@ -287,6 +306,12 @@ class Run:
                 raise ApiError(generation.error.status, str(generation.error), code="request_refused")
             if generation.error is not None:
                 raise engine_gone(generation.error)
+
+
+def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """tokenizer.encode, but so that the other threads go on meanwhile: only the library's batches release the GIL."""
+    ids: list[int] = tokenizer.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 def engine_gone(failure: Exception) -> ApiError:

@@ -95,7 +95,7 @@ class EngineProcess:
             if isinstance(message, Failed):
                 raise EngineFailed(message.message)
 
-    def watch(self, on_death: Callable[[], None]) -> None:
+    def watch(self, on_death: Callable[[], object]) -> None:
         """Call `on_death` from another thread when the process ends."""
 
         def wait() -> None:
@@ -138,7 +138,9 @@ class EngineProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

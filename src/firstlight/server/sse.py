@@ -1,4 +1,5 @@
-"""Answers that watch their client: server-sent events, and plain JSON that is only worth computing while somebody waits.
+"""Answers that watch their client: server-sent events, and plain JSON that is only worth computing while somebody
+waits.
 
 Both stop the work as soon as the client has left; a client that stays but doesn't read is dropped after a while.
 """

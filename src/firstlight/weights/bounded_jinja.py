@@ -5,8 +5,8 @@ forty times or a list that holds itself twice, forty levels deep, stop a server.
 memory is charged to a budget, and overdrawing it is an error:
 
     loops        each turn, with the fixed text inside the loop
-    values       made by literals, operators, filters, tests and calls: their size (characters, items), before and after
-    comparisons  and slices, by the size of what they look at
+    values       that operators, filters, tests and calls take and give, by their length (characters, items)
+    contents     of what is compared, made by a literal, printed or turned into text: everything inside it
     output       each piece
 
 What grows by a factor that its arguments state (padding to a width, repetition, replacing) is priced before it is done.
@@ -17,7 +17,7 @@ parsed template that puts loops, literals, comparisons and slices through filter
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import wraps
 from itertools import chain
@@ -25,18 +25,29 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
-from jinja2.runtime import Context, Macro, Undefined
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-TURN = 10
-"""Price of a loop's turn, a call, a filter or a test, in units; a character or an item of a list is one unit."""
+TURN, ITEM, MACRO = 10, 4, 200
+"""Prices in units: a loop's turn, operator, filter, test or call; a value looked at; a macro's call. A character of text
+is 1. They are near enough the time these take for 10 million units to be spent in about two seconds."""
+
+ITERATE, CONCATENATE, CHARGE_CONTENTS, CHARGE_LENGTH = "iterate ", "concatenate ", "charge contents ", "charge length "
+"""Our own filters; the spaces keep their names out of a template's grammar."""
 
 MAX_INTEGER_BITS = 4096
+MAX_FILTER_OPTION = 10_000
 MAX_FORMAT_WIDTH_DIGITS = 4
 
 UNWANTED_FILTERS = ("center", "pprint", "random", "urlize", "wordwrap", "xmlattr")
 KEPT_GLOBALS = ("range", "joiner", "cycler")
+LENGTH_FILTERS = frozenset(
+    "attr batch count d default first items last length list map reject rejectattr reverse select selectattr slice".split()
+)
+"""Filters that don't look into what they hand on: they cost its length. All others cost its contents."""
+CONTENT_TESTS = frozenset("== != eq equalto ne in > >= < <= gt ge lt le greaterthan lessthan".split())
+"""Tests that compare, and so look into values; all others cost a length."""
 
 METHODS: dict[type, frozenset[str]] = {
     str: frozenset(
@@ -67,18 +78,26 @@ class Budget:
         if self.left < 0:
             raise OverBudget("it loops too long or makes too much text")
 
-    def charge_value(self, value: Any) -> Any:
-        """Spend the size of a value, found by a walk that stops when the budget does; returns the value."""
+    def charge_length(self, *values: Any) -> None:
+        """Spend the lengths of values, whatever their items are."""
+        for value in values:
+            if isinstance(value, (str, list, tuple, dict)):
+                self.charge(1 + len(value))
+            elif isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+                raise OverBudget(f"an integer has more than {MAX_INTEGER_BITS} bits")
+
+    def charge_contents(self, value: Any) -> Any:
+        """Spend the size of all that is in a value, by a walk that stops when the budget does; returns the value."""
         pending = [value]
         while pending:
             item = pending.pop()
             if isinstance(item, str):
                 self.charge(1 + len(item))
             elif isinstance(item, (list, tuple, set, frozenset)):
-                self.charge(1 + len(item))
+                self.charge(ITEM * (1 + len(item)))
                 pending.extend(item)
             elif isinstance(item, dict):
-                self.charge(1 + 2 * len(item))
+                self.charge(ITEM * (1 + 2 * len(item)))
                 pending.extend(chain(item.keys(), item.values()))
             elif isinstance(item, int) and item.bit_length() > MAX_INTEGER_BITS:
                 raise OverBudget(f"an integer has more than {MAX_INTEGER_BITS} bits")
@@ -108,7 +127,7 @@ class spending:  # noqa: N801 - used as a statement
 def measure(value: Any, limit: int) -> int:
     """Size of a value in units, at most `limit`. Raises OverBudget if it is larger."""
     budget = Budget(limit)
-    budget.charge_value(value)
+    budget.charge_contents(value)
     return limit - budget.left
 
 
@@ -124,12 +143,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
         for name in UNWANTED_FILTERS:
             del self.filters[name]
-        priced = {"replace": _price_replace, "join": _price_join, "indent": _price_indent, "format": _price_format}
-        self.filters = {name: _charged(function, priced.get(name)) for name, function in self.filters.items()}
-        self.tests = {name: _charged(function, None) for name, function in self.tests.items()}
-        self.filters["iterate "] = _iterate  # a space keeps these names out of a template's reach
-        self.filters["charge "] = lambda value: _budget.get().charge_value(value)
-        self.filters["concatenate "] = _concatenate
+        for name, function in self.filters.items():
+            self.filters[name] = _charged(function, name not in LENGTH_FILTERS, PRICES.get(name))
+        for name, function in self.tests.items():
+            self.tests[name] = _charged(function, name in CONTENT_TESTS, None)
+        self.filters[ITERATE] = _iterate
+        self.filters[CHARGE_CONTENTS] = _charge_contents
+        self.filters[CHARGE_LENGTH] = _charge_length
+        self.filters[CONCATENATE] = _concatenate
+
+    def add_filter(self, name: str, function: Callable[..., Any]) -> None:
+        """A filter of our own: it costs the contents of what it takes and gives."""
+        self.filters[name] = _charged(function, True, None)
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         _rewrite(source)
@@ -149,28 +174,44 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str):
             _price_format(left, right)
         budget.charge(TURN)
-        budget.charge_value((left, right))
-        return budget.charge_value(super().call_binop(context, operator, left, right))
+        budget.charge_length(left, right)
+        result = super().call_binop(context, operator, left, right)
+        budget.charge_length(result)
+        return result
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
         """A call, priced by its arguments and its result."""
         budget = _budget.get()
-        budget.charge(TURN + (__self.fixed_text if isinstance(__obj, Macro) else 0))
-        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        budget.charge(MACRO + __self.fixed_text if isinstance(__obj, Macro) else TURN)
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, (str, bytes, list, tuple, dict, set, int, float)):
-            kind = next((kind for kind in METHODS if isinstance(owner, kind)), None)
-            if kind is None or name not in METHODS[kind]:
-                raise jinja2.exceptions.SecurityError(f"{type(owner).__name__}.{name} may not be called in a template")
-            budget.charge_value(owner)
-            if kind is str and name == "replace":
-                _price_replace(owner, *args)
-            elif kind is str and name == "join" and args:
-                args = (_listed(args[0]),)
-                _price_join(args[0], owner)
-            elif kind is str and name == "format":
-                _price_format(owner, (*args, *kwargs.values()))
-        budget.charge_value((*args, *kwargs.values()))
-        return budget.charge_value(super().call(__context, __obj, *args, **kwargs))
+            args = _priced_method(budget, owner, name, args, kwargs)
+        budget.charge_length(*args, *kwargs.values())
+        result = super().call(__context, __obj, *args, **kwargs)
+        budget.charge_length(result)
+        return result
+
+
+def _priced_method(
+    budget: Budget, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Charge for a method of a plain value; returns the arguments to call it with. Raises SecurityError if refused."""
+    kind = next((kind for kind in METHODS if isinstance(owner, kind)), None)
+    if kind is None or name not in METHODS[kind]:
+        raise jinja2.exceptions.SecurityError(f"{type(owner).__name__}.{name} may not be called in a template")
+    if kind in (list, tuple):  # index and count compare
+        budget.charge_contents((owner, args))
+    else:
+        budget.charge_length(owner)
+    if name == "replace":
+        _price_replace(owner, *args)
+    elif name == "join" and args:
+        args = (_listed(args[0]),)
+        _price_join(args[0], owner)
+    elif name == "format":
+        _price_format(owner, *args, *kwargs.values())
+    return args
 
 
 class _TemplateNamespace(Namespace):
@@ -186,45 +227,44 @@ class _TemplateNamespace(Namespace):
 
 
 def _charge_output(value: Any) -> Any:
-    return _budget.get().charge_value(value)
+    return _budget.get().charge_contents(value)
 
 
-def _charged(function: Callable[..., Any], price: Callable[..., None] | None) -> Callable[..., Any]:
-    """A filter or test that pays for its arguments and its result."""
-    passes_context = 1 if hasattr(function, "jinja_pass_arg") else 0
+def _charged(function: Callable[..., Any], contents: bool, price: Callable[..., None] | None) -> Callable[..., Any]:
+    """A filter or test that pays for its arguments and its result: all their contents, or their lengths."""
+    context_arguments = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
     def charged(*args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
         budget.charge(TURN)
-        values = [*args[passes_context:], *kwargs.values()]
-        if function.__name__ in ("do_join", "sync_do_join") and values:
+        values = [*args[context_arguments:], *kwargs.values()]
+        if price is not None and values:
             values[0] = _listed(values[0])
-            args = (*args[:passes_context], values[0], *args[passes_context + 1 :])
-        budget.charge_value(values)
-        _refuse_large_integers(values[1:])
+            args = (*args[:context_arguments], values[0], *args[context_arguments + 1 :])
+        for option in values[1:]:  # a width or a count: a large one makes much out of little
+            if isinstance(option, int) and abs(option) > MAX_FILTER_OPTION:
+                raise OverBudget(f"{option} is too large for a filter's option")
         if price is not None:
-            price(*values)
-        return budget.charge_value(function(*args, **kwargs))
+            price(*args[context_arguments:], **kwargs)
+        if contents:
+            budget.charge_contents(values)
+            return budget.charge_contents(function(*args, **kwargs))
+        budget.charge_length(*values)
+        result = function(*args, **kwargs)
+        budget.charge_length(result)
+        return result
 
     return charged
 
 
-def _refuse_large_integers(options: Iterable[Any]) -> None:
-    """Options of filters are widths and counts: a large one is an attempt to make much out of little."""
-    for option in options:
-        if isinstance(option, int) and abs(option) > 10_000:
-            raise OverBudget(f"{option} is too large for a filter's option")
-        if isinstance(option, list):
-            raise OverBudget("a list can't be a filter's option")
-
-
 def _listed(value: Any) -> Any:
     """A generator's items as a list, paid for one by one; anything else as it is."""
-    return list(_iterate(value)) if isinstance(value, Iterator) else value
+    return list(_iterate(None, value)) if isinstance(value, Iterator) else value
 
 
-def _iterate(values: Any, fixed_text: int = 0) -> Iterator[Any]:
+@jinja2.pass_context  # keeps Jinja from evaluating it once and for all at compile time; so for the next three
+def _iterate(context: Context | None, values: Any, fixed_text: int = 0) -> Iterator[Any]:
     """The items of a loop, each paid for."""
     budget = _budget.get()
     for value in values:
@@ -232,9 +272,21 @@ def _iterate(values: Any, fixed_text: int = 0) -> Iterator[Any]:
         yield value
 
 
-def _concatenate(parts: list[Any]) -> str:
+@jinja2.pass_context
+def _charge_contents(context: Context, value: Any) -> Any:
+    return _budget.get().charge_contents(value)
+
+
+@jinja2.pass_context
+def _charge_length(context: Context, value: Any) -> Any:
+    _budget.get().charge_length(value)
+    return value
+
+
+@jinja2.pass_context
+def _concatenate(context: Context, parts: list[Any]) -> str:
     """The ~ operator."""
-    _budget.get().charge_value(parts)
+    _budget.get().charge_contents(parts)
     return "".join(map(str, parts))
 
 
@@ -242,22 +294,37 @@ def _price_replace(text: Any, old: Any = "", new: Any = "", *count: Any) -> None
     _budget.get().charge(str(text).count(str(old)) * len(str(new)))
 
 
-def _price_join(items: Any, separator: Any = "", *attribute: Any) -> None:
-    _budget.get().charge((len(items) if hasattr(items, "__len__") else 0) * len(str(separator)))
+def _price_join(items: Any, d: Any = "", attribute: Any = None) -> None:
+    _budget.get().charge((len(items) if hasattr(items, "__len__") else 0) * len(str(d)))
 
 
-def _price_indent(text: Any, width: Any = 4, *options: Any) -> None:
+def _price_indent(s: Any, width: Any = 4, *options: Any, **more: Any) -> None:
     step = len(width) if isinstance(width, str) else int(width)
-    _budget.get().charge((1 + str(text).count("\n")) * max(step, 0))
+    _budget.get().charge((1 + str(s).count("\n")) * max(step, 0))
 
 
-def _price_format(text: Any, *values: Any) -> None:
+def _price_sum(iterable: Any, attribute: Any = None, start: Any = 0) -> None:
+    if not isinstance(start, (int, float)):
+        raise OverBudget("the sum filter is for numbers")
+
+
+def _price_format(text: str, *values: Any, **more: Any) -> None:
     """Both ways of formatting: a width of five digits or from an argument is refused; each field may hold any value."""
     if re.search(rf"\d{{{MAX_FORMAT_WIDTH_DIGITS + 1}}}|%[-+ #0]*\*|%.*\.\*|\{{[^}}]*\{{", text):
         raise OverBudget("a format states too large a width")
     fields = text.count("{") + text.count("%")
     budget = _budget.get()
-    budget.charge(fields * (measure(values, max(budget.left, 0)) + 10**MAX_FORMAT_WIDTH_DIGITS))
+    budget.charge(fields * (measure((values, more), max(budget.left, 0)) + 10**MAX_FORMAT_WIDTH_DIGITS))
+
+
+PRICES: dict[str, Callable[..., None]] = {
+    "replace": _price_replace,
+    "join": _price_join,
+    "indent": _price_indent,
+    "sum": _price_sum,
+    "format": _price_format,
+}
+"""What filters that can grow things cost beyond their contents."""
 
 
 def _refuse(node: nodes.Node, what: str) -> NoReturn:
@@ -266,7 +333,8 @@ def _refuse(node: nodes.Node, what: str) -> NoReturn:
 
 def _fixed_text(node: nodes.Node) -> int:
     """Characters of literal text below a node."""
-    return sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+    constants = sum(len(const.value) for const in node.find_all(nodes.Const) if isinstance(const.value, str))
+    return constants + sum(len(data.data) for data in node.find_all(nodes.TemplateData))
 
 
 def _filtered(node: nodes.Expr, name: str, *options: int) -> nodes.Filter:
@@ -281,15 +349,15 @@ def _rewrite(node: nodes.Node) -> None:
     if isinstance(node, nodes.For):
         if node.recursive:
             _refuse(node, "recursive loops are")
-        node.iter = _filtered(node.iter, "iterate ", _fixed_text(node))
+        node.iter = _filtered(node.iter, ITERATE, _fixed_text(node))
     elif isinstance(node, (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
         _refuse(node, "other templates are")
     elif isinstance(node, nodes.Compare):
-        node.expr = _filtered(node.expr, "charge ")
+        node.expr = _filtered(node.expr, CHARGE_CONTENTS)
         for operand in node.ops:
-            operand.expr = _filtered(operand.expr, "charge ")
+            operand.expr = _filtered(operand.expr, CHARGE_CONTENTS)
     elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
-        node.node = _filtered(node.node, "charge ")
+        node.node = _filtered(node.node, CHARGE_LENGTH)
     for name, value in list(node.iter_fields()):
         if isinstance(value, list):
             setattr(node, name, [_charged_literal(item) for item in value])
@@ -300,12 +368,7 @@ def _rewrite(node: nodes.Node) -> None:
 def _charged_literal(node: Any) -> Any:
     """A literal collection or a concatenation, put through its filter; any other node or value as it is."""
     if isinstance(node, nodes.Concat):
-        return _filtered(nodes.List(node.nodes, lineno=node.lineno), "concatenate ")
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), CONCATENATE)
     if isinstance(node, (nodes.List, nodes.Dict)) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
-        return _filtered(node, "charge ")
+        return _filtered(node, CHARGE_CONTENTS)
     return node
-
-
-def is_undefined(value: Any) -> bool:
-    """Whether a template's value is an undefined variable."""
-    return isinstance(value, Undefined)

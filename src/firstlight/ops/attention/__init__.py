@@ -47,7 +47,7 @@ def body(
         begin, end = starts[r], starts[r + 1]
         if begin == end or context <= 0:
             continue
-        table = pages[rows[r], : -(-context // k_pages.shape[1])].long()
+        table = pages[rows[r], : -(-context // k_pages.shape[1])]
         keys, present = read_pages(k_pages, table, context)
         values, _ = read_pages(v_pages, table, context)
         index = torch.arange(context - (end - begin), context, device=q.device)[:, None]
@@ -64,7 +64,7 @@ def body(
 def read_pages(pool: Tensor, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """The first `context` rows of a request's pages, [context, KV, D], zeros in null pages; and which are there."""
     present = (table > 0).repeat_interleave(pool.shape[1])[:context]
-    rows = pool[table.clamp(min=0)].flatten(0, 1)[:context]
+    rows = pool.index_select(0, table.clamp(min=0)).flatten(0, 1)[:context]
     return torch.where(present[:, None, None], rows, rows.new_zeros(())), present
 
 

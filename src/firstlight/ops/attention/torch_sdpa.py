@@ -75,46 +75,28 @@ def _padded(
 ) -> Tensor:
     """All requests as a batch of `max_query` queries and the longest context."""
     tokens, heads = q.shape[:2]
-    requests, size = length.shape[0], k_pages.shape[1]
-    longest = max(1, int(length.max())) if q.device.type == "cpu" else max_context
-    tables = tables[:, : -(-longest // size)].long()
-    longest = min(longest, tables.shape[1] * size)
-
-    key = torch.arange(longest, device=q.device)
-    here = (tables > 0).repeat_interleave(size, dim=1)[:, :longest] & (key < length[:, None])
-    k = _gather(k_pages, tables, here, longest)
-    v = _gather(v_pages, tables, here, longest)
+    requests, size, kv_heads = length.shape[0], *k_pages.shape[1:3]
+    group = heads // kv_heads
+    tables = tables[:, : -(-longest_context(length, max_context) // size)]
+    key = torch.arange(tables.shape[1] * size, device=q.device)
+    here = (tables > 0).repeat_interleave(size, dim=1) & (key < length[:, None])  # [R, keys]
+    k, v = (_gather(pool, tables, here) for pool in (k_pages, v_pages))  # [R, KV, keys, D]
 
     count = query_start[1:] - query_start[:-1]
     offset = torch.arange(max_query, device=q.device)
-    token = (query_start[:-1, None] + offset).clamp(max=tokens - 1)
-    index = length[:, None] - count[:, None] + offset  # [R, max_query]
+    token = (query_start[:-1, None] + offset).clamp(max=tokens - 1)  # [R, max_query]
+    index = length[:, None] - count[:, None] + offset
     seen = _seen(here[:, None, :], index[:, :, None], key, causal, window)
 
-    kv_heads = k_pages.shape[2]
-    group = heads // kv_heads
-    grouped = q[token].unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)  # [R, KV, g, max_query, D]
+    queries = q[token].unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [R, KV, g max_query, D]
     mask = seen[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)
-    result = functional.scaled_dot_product_attention(grouped.flatten(2, 3), k, v, attn_mask=mask, scale=scale)
-    result = torch.where(mask.any(dim=-1, keepdim=True), result, result.new_zeros(()))
+    result = _attend(queries, k, v, mask, scale)
     result = result.unflatten(2, (group, max_query)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [R, max_query, H, D]
 
     every = torch.arange(tokens, device=q.device, dtype=query_start.dtype)
     request = torch.searchsorted(query_start[1:].contiguous(), every, right=True).clamp(max=requests - 1)
     place = (every - query_start[request]).clamp(min=0, max=max_query - 1)
     return result[request, place]
-
-
-def _gather(pool: Tensor, tables: Tensor, here: Tensor, longest: int) -> Tensor:
-    """Rows of all requests, [R, KV, longest, D], with zeros wherever there is no key (stale rows may hold NaN)."""
-    rows = pool[tables.clamp(min=0)].flatten(1, 2)[:, :longest]
-    return rows.masked_fill_(~here[:, :, None, None], 0).transpose(1, 2)
-
-
-def _seen(here: Tensor, index: Tensor, key: Tensor, causal: bool, window: int) -> Tensor:
-    """Which keys a query at `index` attends to, among those that are there."""
-    seen = here & (key <= index) if causal else here.expand(torch.broadcast_shapes(here.shape, index.shape))
-    return seen & (key > index - window) if window > 0 else seen
 
 
 def _single(
@@ -128,15 +110,41 @@ def _single(
     window: int,
 ) -> Tensor:
     """One request: q [N, H, D] -> [N, H, D]."""
-    count, size = q.shape[0], k_pages.shape[1]
-    table = table[: -(-context // size)].long()[None]
-    here = (table > 0).repeat_interleave(size, dim=1)[:, :context]
-    group = q.shape[1] // k_pages.shape[2]
-    k, v = (_gather(pool, table, here, context)[0] for pool in (k_pages, v_pages))
-    queries = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [KV, g, N, D]
-    k, v = (rows[:, None].expand(-1, group, -1, -1) for rows in (k, v))
-    key = torch.arange(context, device=q.device)
-    seen = _seen(here, torch.arange(context - count, context, device=q.device)[:, None], key, causal, window)
-    result = functional.scaled_dot_product_attention(queries, k, v, attn_mask=seen, scale=scale)
-    result = torch.where(seen.any(dim=-1, keepdim=True), result, result.new_zeros(()))
+    size, group = k_pages.shape[1], q.shape[1] // k_pages.shape[2]
+    table = table[None, : -(-context // size)]
+    key = torch.arange(table.shape[1] * size, device=q.device)
+    here = (table > 0).repeat_interleave(size, dim=1) & (key < context)
+    k, v = (_gather(pool, table, here)[0, :, None].expand(-1, group, -1, -1) for pool in (k_pages, v_pages))
+    seen = _seen(here, key[context - q.shape[0] : context, None], key, causal, window)
+    result = _attend(q.unflatten(1, (-1, group)).permute(1, 2, 0, 3), k, v, seen, scale)  # [KV, g, N, D]
     return result.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def longest_context(length: Tensor, max_context: int) -> int:
+    """What to pad contexts to: the longest where reading it costs nothing, elsewhere the bound."""
+    return max(1, int(length.max())) if length.device.type == "cpu" else max_context
+
+
+def _gather(pool: Tensor, tables: Tensor, here: Tensor) -> Tensor:
+    """Pages of all requests, [R, KV, keys, D], with zeros wherever there is no key: what lies there may be NaN."""
+    rows = pool.index_select(0, tables.flatten().clamp(min=0))  # far quicker than pool[...], whatever the strides
+    here = here.view(rows.shape[:2])
+    if rows.device.type == "cpu":  # few pages have holes, and looking for them costs nothing
+        partial = (~here.all(dim=1)).nonzero()[:, 0]
+        kept = rows.index_select(0, partial).masked_fill_(~here.index_select(0, partial)[:, :, None, None], 0)
+        rows.index_copy_(0, partial, kept)
+    else:
+        rows.masked_fill_(~here[:, :, None, None], 0)
+    return rows.view(tables.shape[0], -1, *rows.shape[2:]).transpose(1, 2)
+
+
+def _seen(here: Tensor, index: Tensor, key: Tensor, causal: bool, window: int) -> Tensor:
+    """Which keys a query at `index` attends to, among those that are there."""
+    seen = here & (key <= index) if causal else here.expand(torch.broadcast_shapes(here.shape, index.shape))
+    return seen & (key > index - window) if window > 0 else seen
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """torch's attention, with zeros for queries that see no key."""
+    result = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    return torch.where(seen.any(dim=-1, keepdim=True), result, result.new_zeros(()))

@@ -108,7 +108,5 @@ def cost(
     )
 
 
-causal_conv = Op(
-    "causal_conv", body, abstract=abstract, cost=cost, mutates={"pool": "state_out", "log": "state_in"}
-)
+causal_conv = Op("causal_conv", body, abstract=abstract, cost=cost, mutates={"pool": "state_out", "log": "state_in"})
 causal_conv.provide("torch_decode", torch_decode.run, when=torch_decode.when)

@@ -28,9 +28,7 @@ def when(call: Call) -> str | None:
     return None
 
 
-def run(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Weight, down: Weight, *, first_expert: int = 0
-) -> Tensor:
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Weight, down: Weight, *, first_expert: int = 0) -> Tensor:
     """The contract of `experts`."""
     assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
     assignment = sort_by_expert(experts, gate_up.shape[0], first_expert)

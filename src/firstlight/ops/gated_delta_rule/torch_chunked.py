@@ -66,7 +66,8 @@ def run(
         real = position < count[rows].unsqueeze(1)
         token = torch.where(real, start[rows].unsqueeze(1) + position, 0)
         keys, queries, values, decay, strength = (
-            x[token].to(dtype).masked_fill_(~real.view(*real.shape, *[1] * (x.dim() - 1)), 0) for x in (k, q, v, g, beta)
+            x[token].to(dtype).masked_fill_(~real.view(*real.shape, *[1] * (x.dim() - 1)), 0)
+            for x in (k, q, v, g, beta)
         )
         part = Chunk(queries, keys, values, decay, strength, state if len(rows) == len(state) else state[rows])
         target = torch.where(real, token, tokens)
@@ -78,7 +79,11 @@ def run(
             place = torch.zeros_like(everyone)
             place[rows] = torch.arange(len(rows), device=v.device)
             inside = (after > first) & (after <= first + chunk) & (after <= count[exported])
-            kept = torch.nonzero(inside & (slot > 0)).squeeze(1) if v.device.type == "cpu" else torch.arange(len(slot), device=v.device)
+            kept = (
+                torch.nonzero(inside & (slot > 0)).squeeze(1)
+                if v.device.type == "cpu"
+                else torch.arange(len(slot), device=v.device)
+            )
             if len(kept):
                 states = part.state_after((after[kept] - first).clamp(0, chunk), place[exported[kept]])
                 write_slots(pool, torch.where(inside, slot, 0)[kept], states)

@@ -59,9 +59,7 @@ def run(
     update = torch.where(has_token.unsqueeze(-1), update, 0)
     repeat = v.shape[1] // key_heads
     overlap = (key * query).sum(-1, keepdim=True).repeat_interleave(repeat, dim=1)
-    state.mul_(decay.unsqueeze(-1)).addcmul_(
-        update.unsqueeze(-1), key.repeat_interleave(repeat, dim=1).unsqueeze(-2)
-    )
+    state.mul_(decay.unsqueeze(-1)).addcmul_(update.unsqueeze(-1), key.repeat_interleave(repeat, dim=1).unsqueeze(-2))
     if len(exports):
         write_slots(pool, torch.where(offset > 0, slot, 0), state, request)
     write_slots(pool, state_out, state)

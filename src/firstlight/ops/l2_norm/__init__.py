@@ -27,9 +27,7 @@ def abstract(x: Tensor, *, eps: float = 1e-6, scale: float = 1.0) -> Tensor:
 def cost(shape: Shape, x: Tensor, *, eps: float = 1e-6, scale: float = 1.0) -> Cost:
     """x once in and once out."""
     elements = shape.tokens * x[0].numel()
-    return Cost(
-        flops={"float32": elements * 4}, read=elements * x.element_size(), written=elements * x.element_size()
-    )
+    return Cost(flops={"float32": elements * 4}, read=elements * x.element_size(), written=elements * x.element_size())
 
 
 l2_norm = Op("l2_norm", body, abstract=abstract, cost=cost)

@@ -1,0 +1,48 @@
+# `make demo` and `make test` make their own environment, from nothing. Everything else assumes no more than they do.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CACHE ?= $(HOME)/.cache/firstlight
+
+.PHONY: demo test test-fast test-slow lint docs format clean help
+
+help:  ## What there is to make
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/run.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	touch $@
+
+demo: $(VENV)/run.stamp  ## Serve SmolLM2-135M-Instruct and ask it two questions
+	$(BIN)/python examples/demo.py "$$($(BIN)/python examples/fetch_smollm2.py --cache $(CACHE))"
+
+test: lint test-fast  ## Linter, type checker and all tests but the slow ones
+
+test-fast: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
+
+test-slow: $(VENV)/dev.stamp  ## Checks that take minutes: fault injection, soak, real weights
+	$(BIN)/python -m pytest -m slow
+	$(BIN)/python benchmarks/mutations.py
+
+lint: $(VENV)/dev.stamp  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev.stamp  ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/dev.stamp  ## Regenerate the generated parts of docs/
+	$(BIN)/python scripts/generate_docs.py
+
+clean:  ## Remove the environment and caches in this directory
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,127 @@
+"""The engine: one scheduler, one executor (on one rank or several), and the loop step between them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from firstlight.config import EngineOptions
+from firstlight.engine.executor import Executor, Pending
+from firstlight.engine.loading import allocate_caches, cache_geometry, load_model
+from firstlight.engine.messages import Delta, EngineStats
+from firstlight.engine.ranks import Followers, LeadingExecutor, rank_device
+from firstlight.scheduling.errors import RequestRefusedError
+from firstlight.scheduling.plan import StepPlan
+from firstlight.scheduling.request import Request
+from firstlight.scheduling.scheduler import Scheduler
+
+
+class Engine:
+    """Runs requests on a model. All methods are called from one thread.
+
+    max_context: longest request, prompt and answer, in tokens. vocab_size: token ids are below this. facts: for people.
+    """
+
+    def __init__(self, options: EngineOptions, *, poison: bool = False) -> None:
+        """Loads the model. poison: fill unused cache memory with NaN, to show up reads of it (tests).
+
+        Raises FirstlightError or ValueError, with a message for people.
+        """
+        self.options = options
+        self.followers = Followers(options) if options.tensor_parallel > 1 else None
+        try:
+            mesh = self.followers.mesh if self.followers else None
+            self.loaded = load_model(options, mesh, rank_device(options, 0) if self.followers else None)
+            self.geometry = cache_geometry(options, self.loaded)
+            self.pool = allocate_caches(self.loaded, self.geometry)
+            rows = min(options.max_running, self.geometry.slots or options.max_running)
+            executor = Executor(self.loaded, self.pool, options.max_running, poison)
+            self.executor: Executor | LeadingExecutor = executor
+            if self.followers:
+                self.followers.send_geometry(self.geometry)
+                self.executor = LeadingExecutor(executor, self.followers)
+        except BaseException:
+            self.close()
+            raise
+        self.depth = options.depth or (1 if self.loaded.device.type == "cpu" else 2)
+        self.max_context = min(self.loaded.max_context, self.geometry.pages * self.geometry.page_size)
+        self.vocab_size = self.loaded.vocab_size
+        scheduling = options.model_copy(update={"depth": self.depth, "max_running": rows})
+        self.scheduler = Scheduler(scheduling, self.geometry, self.max_context)
+        self.in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        self.steps = 0
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What was loaded, and how the cache is split, for people."""
+        loaded, geometry = self.loaded, self.geometry
+        facts = {
+            "model": Path(self.options.model).name,
+            "family": loaded.model.config.model_type,
+            "device": f"{loaded.device} ({loaded.hardware.name})",
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "pages": f"{geometry.pages} of {geometry.page_size} tokens, {geometry.page_bytes:,} bytes each",
+        }
+        if geometry.has_state:
+            facts["slots"] = (
+                f"{geometry.slots} of {geometry.slot_bytes:,} bytes, up to {geometry.checkpoint_slots} of them for checkpoints"
+            )
+        if self.options.tensor_parallel > 1:
+            facts["ranks"] = str(self.options.tensor_parallel)
+        return facts
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestRefusedError for one that can never run, or names tokens that don't exist."""
+        if len(request.prompt) and not (0 <= request.prompt.min() and request.prompt.max() < self.vocab_size):
+            bad = int(request.prompt[(request.prompt < 0) | (request.prompt >= self.vocab_size)][0])
+            raise RequestRefusedError(400, f"token id {bad} is not in the vocabulary; legal ids: 0 to {self.vocab_size - 1}")
+        self.scheduler.submit(request)
+
+    def abort(self, id: str) -> None:
+        """Forget a request; no more deltas for it. Unknown ids are ignored."""
+        self.scheduler.abort(id)
+
+    def has_work(self) -> bool:
+        """Whether `step` would do something: requests waiting or running, or plans in flight."""
+        return bool(self.in_flight) or self.scheduler.unfinished > 0
+
+    def step(self) -> Sequence[Delta]:
+        """Start one plan, if there is one, and commit the oldest once `depth` are in flight or nothing can be planned."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.in_flight.append((plan, self.executor.execute(plan)))
+            self.steps += 1
+        if not self.in_flight or (plan is not None and len(self.in_flight) < self.depth):
+            return ()
+        oldest, pending = self.in_flight.popleft()
+        events = self.scheduler.commit(oldest, pending.wait())
+        return [Delta(event.request_id, event.tokens, event.finish, event.cached_tokens or 0) for event in events]
+
+    def stats(self) -> EngineStats:
+        """Counts now, and sums since the start."""
+        scheduler, metrics = self.scheduler, self.scheduler.metrics
+        return EngineStats(
+            running=scheduler.running_by_class(),
+            waiting=scheduler.waiting_by_class(),
+            pages_used=scheduler.pages.total - scheduler.pages.free,
+            pages_capacity=scheduler.pages.total,
+            slots_used=scheduler.slots.total - scheduler.slots.free,
+            slots_capacity=scheduler.slots.total,
+            steps=self.steps,
+            preemptions=metrics.preemptions,
+            prefix_queried_tokens=metrics.looked_up_tokens,
+            prefix_matched_tokens=metrics.matched_tokens,
+            prefix_lost_tokens=metrics.lost_tokens,
+            prefix_evicted_tokens=metrics.evicted_pages * self.geometry.page_size,
+        )
+
+    def close(self) -> None:
+        """End the other ranks, if there are any."""
+        if self.followers is not None:
+            self.followers.close()
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            self.followers = None

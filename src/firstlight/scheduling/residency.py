@@ -1,0 +1,345 @@
+"""How a request takes rows, pages and slots, and how it gives them back.
+
+    free ──admit, grow──▶ the request's ──retire──▶ free, or the prefix tree's ──evict──▶ free
+                            ▲                                 │
+                            └──────────── hit ────────────────┘
+
+A request that leaves the batch while plans with it are in flight *drains*: its tokens aren't known yet, so it keeps what
+those plans still write to until the last of them has committed. Only an online request that must be in the next plan
+does not wait for that: it takes over what draining offline work holds (`strip`), which is safe since plans are executed
+in order, and costs that work the state it had reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from firstlight.scheduling.accounts import Account
+from firstlight.scheduling.arena import CacheGeometry
+from firstlight.scheduling.metrics import Metrics
+from firstlight.scheduling.prefix_tree import NO_HIT, Hit, Origin, PrefixTree
+from firstlight.scheduling.progress import NEVER, ExportedState, Phase, Progress
+from firstlight.scheduling.rows import RowTable
+
+
+class Residency:
+    """The accounts, the tree, and the ways between them.
+
+    caching: whether the tree is used at all. pending: by page key, the request that is about to bring that page.
+    draining: requests out of the batch with plans in flight. oldest_in_flight: number of the oldest plan that has not
+    committed. retired: called with each request that has given everything back.
+    """
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        rows: RowTable,
+        caching: bool,
+        metrics: Metrics,
+        retired: Callable[[Progress], None],
+    ) -> None:
+        self.geometry = geometry
+        self.rows = rows
+        self.caching = caching
+        self.metrics = metrics
+        self.pages = Account("pages", geometry.pages)
+        self.slots = Account("slots", geometry.slots)
+        self.tree = PrefixTree(geometry, self.pages, self.slots, metrics)
+        self.pending: dict[bytes, Progress] = {}
+        self.draining: list[Progress] = []
+        self.oldest_in_flight = NEVER
+        self._retired = retired
+        self._exporting = 0  # slots of exports that aren't in the tree yet
+
+    # Taking
+
+    def look_up(self, progress: Progress) -> Hit:
+        """What a waiting request could take over now; at least one token is left to run."""
+        if not self.caching:
+            return NO_HIT
+        tokens = progress.tokens()
+        progress.chain.extend(tokens)
+        return self.tree.match(progress.chain, tokens, len(tokens) - 1)
+
+    def admit(self, progress: Progress, hit: Hit, victims: list[Progress], preempt: Callable[[Progress], None]) -> bool:
+        """Gives a waiting request its row, slot and pages, if need be by calling `preempt` on some of `victims`, first
+        ones first; False, with nobody preempted, if it doesn't fit even so."""
+        needed = -(-progress.known // self.geometry.page_size)
+        self._pin(hit)
+        if not self._make_room(needed - len(hit.pages), victims, preempt):
+            self._unpin(hit)
+            # What a hit copies from or reads takes one page and one slot more than starting afresh.
+            alone = self.rows.account.free == self.rows.account.total
+            if not (hit.length and (alone or victims) and self._make_room(needed, victims, preempt)):
+                return False
+            hit = NO_HIT
+        self.tree.evict_pages(needed - len(hit.pages))
+        fresh = self.pages.allocate(needed - len(hit.pages))
+        self.rows.join(progress)
+        progress.slot = self._take_slot()
+        progress.pages = hit.pages + fresh
+        progress.hit, progress.source_pinned = hit, hit is not NO_HIT
+        progress.node, progress.inserted = hit.node, len(hit.pages)
+        progress.target = progress.known
+        progress.computed = progress.planned = hit.length
+        progress.phase = Phase.PREFILL
+        progress.preempted = False
+        progress.last_plan = -1
+        progress.joined_with = len(progress.output)
+        self.rows.capacity[progress.row] = needed * self.geometry.page_size
+        if self.caching:
+            for key in progress.chain.keys[progress.inserted :]:
+                self.pending.setdefault(key, progress)
+        return True
+
+    def room_for(self, pages: int) -> bool:
+        """Whether so many pages can be had without preempting anybody."""
+        return self.pages.free + self.pages.idle >= pages
+
+    def grow(self, progress: Progress, length: int) -> list[int]:
+        """New pages, at the end of the request's own, so that they hold `length` tokens; there must be room."""
+        count = -(-length // self.geometry.page_size) - len(progress.pages)
+        self.tree.evict_pages(count)
+        fresh = self.pages.allocate(count)
+        progress.pages += fresh
+        self.rows.capacity[progress.row] = len(progress.pages) * self.geometry.page_size
+        return fresh
+
+    def export_slot(self, unused_only: bool) -> int:
+        """A slot for a checkpoint to be exported to, 0 if there is none.
+
+        unused_only: don't evict another checkpoint for it.
+        """
+        if not self._room_for_checkpoint(evict=not unused_only):
+            return 0
+        if not self.slots.free and (unused_only or not self.tree.evict_slot()):
+            return 0
+        self._exporting += 1
+        return self.slots.allocate(1)[0]
+
+    def _take_slot(self) -> int:
+        if not self.geometry.has_state:
+            return 0
+        if not self.slots.free:
+            self.tree.evict_slot()
+        return self.slots.allocate(1)[0]
+
+    def _room_for_checkpoint(self, evict: bool) -> bool:
+        while self.tree.checkpoint_count + self._exporting >= self.geometry.checkpoint_slots:
+            if not evict or not self.tree.evict_slot():
+                return False
+        return True
+
+    def _short(self, pages: int) -> tuple[bool, bool]:
+        """Whether rows or slots are wanting for one more request, and whether pages are."""
+        slots = self.geometry.has_state and self.slots.free + self.slots.idle < 1
+        return self.rows.account.free < 1 or slots, not self.room_for(pages)
+
+    def _make_room(self, pages: int, victims: list[Progress], preempt: Callable[[Progress], None]) -> bool:
+        if not any(self._short(pages)):
+            return True
+        drained = [other for other in self.draining if not other.online and other.row]
+        if not victims or not self._would_fit(pages, victims + drained):
+            return False
+        for victim in victims:
+            preempt(victim)
+            if self._short(pages)[0] and victim.row:
+                self.strip(victim)
+            if not any(self._short(pages)):
+                return True
+        for other in [other for other in self.draining if not other.online and other.row]:
+            self.strip(other)
+            if not any(self._short(pages)):
+                return True
+        return not any(self._short(pages))
+
+    def _would_fit(self, pages: int, givers: list[Progress]) -> bool:
+        held = [page for giver in givers for page in self._held_pages(giver)]
+        return self.pages.free + self.pages.idle + self.pages.would_free(held) >= pages
+
+    def _held_pages(self, progress: Progress) -> list[int]:
+        source = progress.hit.source if progress.source_pinned else None
+        return progress.pages[progress.first_page :] + progress.shadows + ([source.page] if source else [])
+
+    def _pin(self, hit: Hit) -> None:
+        if hit is not NO_HIT:
+            self.tree.pin(hit)
+
+    def _unpin(self, hit: Hit) -> None:
+        if hit is not NO_HIT:
+            self.tree.unpin_source(hit)
+            self.pages.release(hit.pages)
+            self.tree.offer(hit.node)
+
+    # Showing to others
+
+    def insert(self, progress: Progress) -> None:
+        """Puts the full pages of what is computed, and the checkpoints within them, into the tree."""
+        size = self.geometry.page_size
+        full = progress.useful // size
+        if not self.caching or not progress.row:
+            return
+        if full > progress.inserted:
+            tokens = progress.tokens()
+            progress.chain.extend(tokens[: full * size])
+            node = self.tree.node_before(progress.chain, progress.inserted)
+            if node is None:
+                return  # a preempted request's earlier pages have been evicted since
+            for depth in range(progress.inserted, full):
+                key, page = progress.chain.keys[depth], progress.pages[depth]
+                node = self.tree.insert(node, key, page, size)
+                if node.page != page:
+                    self.pages.share([node.page])
+                    progress.shadows.append(node.page)
+                if self.pending.get(key) is progress:
+                    del self.pending[key]
+            progress.node, progress.inserted = node, full
+        self._attach_exports(progress)
+
+    def add_export(self, progress: Progress, length: int, slot: int, origin: Origin) -> None:
+        """Notes that a plan writes the state after `length` tokens to `slot`."""
+        progress.exports.append(ExportedState(length, slot, origin))
+        self.metrics.exported_checkpoints += 1
+        self._await_export_page(progress)
+
+    def _attach_exports(self, progress: Progress) -> None:
+        if not progress.exports:
+            return
+        size = self.geometry.page_size
+        waiting = []
+        for export in progress.exports:
+            depth = (export.length - 1) // size
+            if export.length > progress.computed or depth >= progress.inserted:
+                waiting.append(export)
+                continue
+            self._exporting -= 1
+            node = self.tree.node_before(progress.chain, depth + 1)
+            if node is None:
+                self.slots.release([export.slot])
+            else:
+                self.tree.attach(progress.chain, progress.tokens(), export.length, node, export.slot, export.origin)
+        progress.exports = waiting
+        self._await_export_page(progress)
+
+    def _await_export_page(self, progress: Progress) -> None:
+        size = self.geometry.page_size
+        ends = [((export.length - 1) // size + 1) * size for export in progress.exports]
+        progress.insert_at = min(ends, default=NEVER)
+
+    # Giving back
+
+    def preempt(self, progress: Progress) -> None:
+        """Takes a running request out of the batch; it goes back to waiting once it is retired."""
+        progress.preempted = True
+        self.metrics.preemptions += 1
+        self.leave(progress)
+        if progress.draining:  # what is known of it can be had at once
+            self.insert(progress)
+            self.unpin_source(progress)
+            self._forget_pending(progress)
+            early = progress.pages[progress.first_page : progress.inserted]
+            self.pages.release(early + progress.shadows)
+            progress.first_page, progress.shadows = max(progress.first_page, progress.inserted), []
+            self.tree.offer(progress.node)
+
+    def leave(self, progress: Progress) -> None:
+        """The request is in no further plan: it drains, or is retired if no plan with it is in flight."""
+        self.rows.stop_decoding(progress)
+        if progress.last_plan >= self.oldest_in_flight:
+            progress.draining = True
+            self.draining.append(progress)
+        else:
+            self.retire(progress)
+
+    def unpin_source(self, progress: Progress) -> None:
+        """Gives back what the hit only copied or read: its first plan has committed, or no other will follow."""
+        if progress.source_pinned:
+            progress.source_pinned = False
+            self.tree.unpin_source(progress.hit)
+
+    def _forget_pending(self, progress: Progress) -> None:
+        for key in progress.chain.keys[progress.inserted :]:
+            if self.pending.get(key) is progress:
+                del self.pending[key]
+
+    def strip(self, progress: Progress) -> None:
+        """Takes everything from a draining request at once. Its tokens in flight still count."""
+        self._free(progress)
+
+    def retire(self, progress: Progress) -> None:
+        """Every plan with this request has committed: its pages and state go to the tree, the rest is free."""
+        progress.draining = False
+        if progress.row:
+            if self.caching:
+                self.insert(progress)
+                self._hand_over(progress)
+            self._free(progress)
+        progress.hit, progress.wishes, progress.node = NO_HIT, {}, None
+        progress.computed = progress.planned = progress.inserted = 0
+        self._retired(progress)
+
+    def retire_drained(self, committed: int) -> None:
+        """Retires the draining requests whose last plan has committed now."""
+        if self.draining:
+            done = [progress for progress in self.draining if progress.last_plan <= committed]
+            self.draining = [progress for progress in self.draining if progress.last_plan > committed]
+            for progress in done:
+                self.retire(progress)
+
+    def _hand_over(self, progress: Progress) -> None:
+        """Leaves what reaches past the last full page: a partly filled page, the live slot, exports still waiting."""
+        size = self.geometry.page_size
+        length = progress.useful
+        rest = length - progress.inserted * size
+        # Past the answer's end the slot has seen tokens that no other prompt will have.
+        state = bool(progress.slot) and length == progress.computed
+        partial = rest > 0 and (not self.geometry.has_state or state or bool(progress.exports))
+        if rest >= size or not length:
+            return
+        node = self.tree.node_before(progress.chain, progress.inserted)
+        if node is None:
+            return
+        tokens = progress.tokens()
+        if state:
+            if progress.hit.checkpoint is not None:
+                self.tree.supersede(progress.hit.checkpoint)
+            state = self._room_for_checkpoint(evict=True)
+            partial = rest > 0 and (state or bool(progress.exports))
+        node = self.tree.node_before(progress.chain, progress.inserted)
+        if node is None or (node.depth < 0 and not partial):
+            return
+        if partial:
+            page = progress.pages[progress.inserted]
+            node = self.tree.insert(node, progress.chain.at(tokens, length), page, rest)
+            if node.page != page:
+                self.pages.share([node.page])
+                progress.shadows.append(node.page)
+            progress.node = node
+        for export in progress.exports:
+            if export.length <= length and (export.length - 1) // size == node.depth:
+                self._exporting -= 1
+                self.tree.attach(progress.chain, tokens, export.length, node, export.slot, export.origin)
+            else:
+                self._exporting -= 1
+                self.slots.release([export.slot])
+        progress.exports = []
+        if state:
+            self.tree.attach(progress.chain, tokens, length, node, progress.slot, Origin.REQUEST_END)
+            progress.slot = 0
+            self.metrics.handed_over_checkpoints += 1
+        elif partial and not self.geometry.has_state:
+            self.tree.attach(progress.chain, tokens, length, node, 0, Origin.REQUEST_END)
+
+    def _free(self, progress: Progress) -> None:
+        self.unpin_source(progress)
+        self._forget_pending(progress)
+        slots = [export.slot for export in progress.exports]
+        self._exporting -= len(slots)
+        if progress.slot:
+            slots.append(progress.slot)
+        self.slots.release(slots)
+        self.pages.release(progress.pages[progress.first_page :] + progress.shadows)
+        self.tree.offer(progress.node)
+        progress.pages, progress.shadows, progress.exports, progress.slot = [], [], [], 0
+        progress.first_page, progress.insert_at = 0, NEVER
+        self.rows.free(progress)

@@ -1,0 +1,440 @@
+"""The scheduler: from requests to plans, from results to tokens.
+
+Its user (an engine, a test, a simulation) calls `plan()` until it returns None, hands each plan to an executor, and
+calls `commit()` with the results in the order of the plans. Everything it decides follows from those calls, so that the
+same calls give the same plans.
+
+Who goes first: rows that decode; then prefill, first come first served within a class, online before offline, but for
+the share that offline work keeps (`fairness.py`). What a request needs is found, in this order, among what is free, by
+evicting from the prefix tree, by preempting: offline work for an online request that waits, the newest for a running
+request that has outgrown its pages. Preempted requests keep their place in the queue.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from firstlight.config import EngineOptions
+from firstlight.scheduling.arena import CacheGeometry
+from firstlight.scheduling.draft import Draft
+from firstlight.scheduling.errors import RequestRefusedError
+from firstlight.scheduling.exports import plan_exports, wish, worth_waiting
+from firstlight.scheduling.fairness import OfflineShare
+from firstlight.scheduling.metrics import Metrics
+from firstlight.scheduling.plan import CHUNK, StepPlan, StepResult
+from firstlight.scheduling.prefix_keys import KeyChain
+from firstlight.scheduling.prefix_tree import Hit
+from firstlight.scheduling.progress import NEVER, Phase, Progress, TokenEvent
+from firstlight.scheduling.request import Request
+from firstlight.scheduling.residency import Residency
+from firstlight.scheduling.rows import RowTable
+from firstlight.scheduling.sampling import FinishReason, ServiceClass
+
+SCAN = 64  # waiting requests looked at in a step, past those that wait for a running prefill
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A plan whose result has not come: who decodes in it, and who prefills up to where."""
+
+    plan: StepPlan
+    decoding: list[Progress]
+    prefilling: list[tuple[Progress, int]]
+
+
+class Scheduler:
+    """Plans steps for one engine.
+
+    options: `max_running`, `step_tokens`, `offline_step_tokens`, `offline_share`, `prefix_cache` and `depth` count.
+    geometry: of the caches; its page size is the one that holds.
+    max_context: tokens of the longest request, prompt and answer.
+    drafts: tokens that speculation adds to each decode row, so that a commit brings up to drafts + 1 of them.
+    clock: seconds, for metrics only.
+    Raises ValueError if a step has no room for even one row.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        geometry: CacheGeometry,
+        max_context: int,
+        drafts: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options
+        self.geometry = geometry
+        self.max_context = max_context
+        self.metrics = Metrics()
+        self._width = 1 + drafts
+        rows = min(options.max_running, options.step_tokens // self._width)
+        if rows < 1:
+            raise ValueError(f"step_tokens {options.step_tokens} must be at least 1 + drafts = {self._width}")
+        self._rows = RowTable(rows)
+        self._residency = Residency(geometry, self._rows, options.prefix_cache, self.metrics, self._retired)
+        self._share = OfflineShare(options.offline_share, options.step_tokens)
+        self._chunk_multiple = CHUNK if geometry.has_state else 1
+        self._clock = clock
+        self._requests: dict[str, Progress] = {}
+        self._waiting: dict[ServiceClass, list[Progress]] = {service: [] for service in ServiceClass}
+        self._prefilling: dict[ServiceClass, list[Progress]] = {service: [] for service in ServiceClass}
+        self._flights: deque[Flight] = deque()
+        self._number = 0
+        self._arrivals = 0
+
+    # Requests come and go
+
+    def submit(self, request: Request) -> None:
+        """Puts a request in the queue of its class. Raises RequestRefusedError, saying why, if it can never be served."""
+        self._check(request)
+        limit = self.max_context - len(request.prompt)
+        progress = Progress(
+            request,
+            self._arrivals,
+            self._clock(),
+            min(request.sampling.max_tokens, limit),
+            frozenset(request.sampling.stop_token_ids),
+            KeyChain(request.identity, self.geometry.page_size),
+        )
+        if self.options.prefix_cache:
+            progress.chain.extend(request.prompt)
+        self._arrivals += 1
+        self._requests[request.id] = progress
+        self._waiting[request.service].append(progress)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request: it is in no further plan, and no further event names it. False if it isn't held (any more)."""
+        progress = self._requests.get(request_id)
+        if progress is None:
+            return False
+        self.metrics.aborted += 1
+        if progress.phase is Phase.WAITING:
+            self._waiting[progress.request.service].remove(progress)
+        self._end(progress, FinishReason.ABORT)
+        return True
+
+    def _check(self, request: Request) -> None:
+        length, new = len(request.prompt), request.sampling.max_tokens
+        if request.id in self._requests:
+            raise RequestRefusedError(409, f"request id {request.id!r} is in use by an unfinished request")
+        if not length:
+            raise RequestRefusedError(400, "the prompt is empty; it must have at least one token")
+        if new < 1:
+            raise RequestRefusedError(400, f"max_tokens is {new}; it must be at least 1")
+        if length >= self.max_context:
+            raise RequestRefusedError(
+                400,
+                f"the prompt has {length} tokens; with at least one token of answer it must fit {self.max_context} tokens",
+            )
+        longest = min(length + new, self.max_context) - 1 + self.options.depth * (self._width - 1)
+        pages = -(-longest // self.geometry.page_size)
+        if pages > self.geometry.pages:
+            room = self.geometry.pages * self.geometry.page_size
+            raise RequestRefusedError(
+                400,
+                f"prompt and answer may take {longest} tokens of cache, and all of it has room for {room}; "
+                f"shorten the prompt ({length}) or max_tokens ({new})",
+            )
+
+    # Planning
+
+    def plan(self) -> StepPlan | None:
+        """The next step's plan; None if there is nothing to do, or `depth` plans are in flight."""
+        if len(self._flights) >= self.options.depth:
+            return None
+        draft = Draft(self._number)
+        stalled = self._grow(draft)
+        decoding = len(self._rows.decode_batch(stalled)[0])
+        self._plan_prefill(draft, self.options.step_tokens - decoding * self._width)
+        batch = self._rows.decode_batch(stalled)  # smaller than before if the prefill has preempted
+        if not len(batch[0]) and not draft.granted:
+            return None
+        if self.geometry.has_state:
+            plan_exports(draft, self._residency)
+        context = self._rows.plan_decode(batch[0], self._width, draft.number)
+        leaves, self._rows.leaving = self._rows.leaving, []
+        plan = draft.finish(leaves, batch, self._width - 1, context)
+        self._count(draft, batch[2])
+        self._take_off(plan, draft, batch[2])
+        return plan
+
+    def _take_off(self, plan: StepPlan, draft: Draft, decoding: list[Progress]) -> None:
+        chunks = []
+        for progress, count in draft.granted.items():
+            progress.planned += count
+            progress.last_plan = plan.number
+            chunks.append((progress, progress.planned))
+            if progress.planned == progress.target:
+                progress.phase = Phase.DECODE
+                self._prefilling[progress.request.service].remove(progress)
+                self._rows.start_decoding(progress, progress.max_new - len(progress.output) - 1)
+        self._flights.append(Flight(plan, decoding, chunks))
+        self._residency.oldest_in_flight = self._flights[0].plan.number
+        self._number += 1
+
+    def _count(self, draft: Draft, decoding: list[Progress]) -> None:
+        prefilled = sum(draft.granted.values())
+        decoded = len(decoding) * self._width
+        self.metrics.prefilled_tokens += prefilled
+        self.metrics.decoded_tokens += decoded
+        offline = sum(count for progress, count in draft.granted.items() if not progress.online)
+        if self._rows.offline:
+            offline += self._width * sum(not progress.online for progress in decoding)
+        self.metrics.offline_tokens += offline
+        if offline or self._waiting[ServiceClass.OFFLINE]:
+            self._share.settle(prefilled + decoded - offline, offline)
+
+    def _plan_prefill(self, draft: Draft, budget: int) -> None:
+        online, offline = ServiceClass.ONLINE, ServiceClass.OFFLINE
+        ahead = min(self._share.tokens_ahead, self.options.offline_step_tokens, budget)
+        if self._waiting[online] or self._prefilling[online]:
+            ahead = min(ahead, max(budget // 2, 1 if self._share.overdue else 0))
+        used_ahead, blocked = self._prefill(draft, offline, ahead, ahead=True)
+        pause = blocked and self._share.overdue
+        used, blocked = self._prefill(draft, online, budget - used_ahead, pause=pause)
+        rest = min(budget - used_ahead - used, self.options.offline_step_tokens - used_ahead)
+        self._prefill(draft, offline, rest, pause=blocked or pause)
+
+    def _prefill(
+        self, draft: Draft, service: ServiceClass, budget: int, ahead: bool = False, pause: bool = False
+    ) -> tuple[int, bool]:
+        """Grants up to `budget` tokens to requests of a class; returns how many, and whether one of them waits for
+        rows, pages or slots.
+
+        ahead: offline work that goes before online work. pause: admit nobody.
+        """
+        used = 0
+        for progress in self._prefilling[service]:
+            if used >= budget:
+                break
+            used += draft.grant(progress, budget - used, self._chunk_multiple)
+        queue, position = self._waiting[service], 0
+        while not pause and used < budget and position < min(len(queue), SCAN):
+            progress = queue[position]
+            if progress.awaited is not None and progress.awaited in self._residency.pending:
+                position += 1
+                continue
+            victims = self._preemptable() if service is ServiceClass.ONLINE else []
+            if not self._rows.account.free and not victims:
+                return used, True
+            hit = self._residency.look_up(progress)
+            progress.awaited = worth_waiting(progress, hit, self._residency)
+            if progress.awaited is not None:
+                self.metrics.waited_for_prefix += 1
+                position += 1
+                continue
+            if not self._admit(progress, hit, victims, draft):
+                return used, True
+            del queue[position]
+            progress.protected = ahead
+            used += draft.grant(progress, budget - used, self._chunk_multiple)
+        return used, False
+
+    def _admit(self, progress: Progress, hit: Hit, victims: list[Progress], draft: Draft) -> bool:
+        if not self._residency.admit(progress, hit, victims, self._preempt):
+            return False
+        insort(self._prefilling[progress.request.service], progress, key=lambda other: other.order)
+        if self.geometry.has_state:
+            wish(progress, hit.matched)
+        draft.join(progress)
+        cached = progress.hit.length
+        if progress.cached_tokens is None:
+            progress.cached_tokens = cached
+            self.metrics.queue_seconds += self._clock() - progress.submitted_at
+        self.metrics.admissions += 1
+        self.metrics.hits += cached > 0
+        self.metrics.looked_up_tokens += progress.known
+        self.metrics.matched_tokens += cached
+        self.metrics.lost_tokens += hit.matched - cached
+        return True
+
+    # Making room
+
+    def _grow(self, draft: Draft) -> set[int]:
+        """Gives pages to rows that may outgrow theirs; returns the rows that sit this step out for want of them."""
+        stalled = set()
+        for progress in self._rows.needing_pages(self._width):
+            if progress.draining or progress.phase is not Phase.DECODE:
+                continue  # preempted for the sake of an older one
+            first = len(progress.pages)
+            length = int(self._rows.bound[progress.row]) + self._width
+            needed = -(-length // self.geometry.page_size) - first
+            while not self._residency.room_for(needed):
+                if any(other.row for other in self._residency.draining):
+                    stalled.add(progress.row)  # pages come back soon, without preempting anybody
+                    break
+                victim = self._victim_for_growth(progress)
+                self._preempt(victim)
+                if victim is progress:
+                    break
+            else:
+                draft.append_pages(progress, first, self._residency.grow(progress, length))
+        return stalled
+
+    def _running(self) -> list[Progress]:
+        """Requests in the batch, newest first."""
+        holders = (holder for holder in self._rows.holders if holder is not None and not holder.draining)
+        return sorted(holders, key=lambda progress: -progress.order)
+
+    def _preemptable(self) -> list[Progress]:
+        """Offline requests that give way to an online one, newest first."""
+        if not self._rows.offline:
+            return []
+        return [other for other in self._running() if not other.online and not self._is_protected(other)]
+
+    def _is_protected(self, progress: Progress) -> bool:
+        gave_tokens = len(progress.output) > progress.joined_with
+        return progress.protected and not (gave_tokens and self._share.overspent)
+
+    def _victim_for_growth(self, progress: Progress) -> Progress:
+        running = self._running()
+        newer = [other for other in running if other.online == progress.online and other.order > progress.order]
+        if not progress.online:
+            return min(newer, key=self._is_protected, default=progress)
+        protected = [other for other in running if other.protected and len(other.output) > other.joined_with]
+        return next(iter(self._preemptable() + newer + protected), progress)
+
+    def _preempt(self, progress: Progress) -> None:
+        if progress.phase is Phase.PREFILL:
+            self._prefilling[progress.request.service].remove(progress)
+        self._residency.preempt(progress)
+
+    def _retired(self, progress: Progress) -> None:
+        if progress.phase is not Phase.ENDED:
+            progress.phase = Phase.WAITING
+            insort(self._waiting[progress.request.service], progress, key=lambda other: other.order)
+
+    # Results
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Takes in what came of the oldest plan in flight; returns the news, in the order of its sampling rows.
+
+        Raises ValueError if the plan is not the oldest in flight, or the result doesn't have a row for each of its
+        sampling rows.
+        """
+        flight = self._check_result(plan, result)
+        self._flights.popleft()
+        self._residency.oldest_in_flight = self._flights[0].plan.number if self._flights else NEVER
+        for progress, end in flight.prefilling:
+            progress.computed = end
+            self._residency.unpin_source(progress)
+            self._residency.insert(progress)
+        events: list[TokenEvent] = []
+        tokens, counts = result.tokens.tolist(), result.counts.tolist()
+        width = self._width
+        for progress, new, count in zip(flight.decoding, tokens, counts, strict=False):
+            if count != width:
+                self._rows.correct(progress, width, count)
+            progress.computed += count
+            self._take(progress, new if len(new) == count else new[:count], events)
+        finals = [progress for progress, end in flight.prefilling if end == progress.target]
+        for progress, new in zip(finals, tokens[len(flight.decoding) :], strict=True):
+            self._take(progress, new[:1], events)
+        self._residency.retire_drained(plan.number)
+        if not self._requests and not self._flights:
+            self._check_accounts()
+        return events
+
+    def _check_result(self, plan: StepPlan, result: StepResult) -> Flight:
+        if not self._flights or self._flights[0].plan is not plan:
+            oldest = self._flights[0].plan.number if self._flights else None
+            raise ValueError(f"plan {plan.number} was committed, but the oldest in flight is {oldest}")
+        flight = self._flights[0]
+        finals = sum(chunk.final for chunk in plan.prefill)
+        expected = len(flight.decoding) + finals
+        if len(result.tokens) != expected or len(result.counts) != expected:
+            raise ValueError(
+                f"plan {plan.number} samples {expected} rows; the result has {len(result.tokens)} rows of tokens "
+                f"and {len(result.counts)} counts"
+            )
+        highest = min(self._width, result.tokens.shape[1])
+        if expected and (result.counts.min() < 0 or result.counts.max() > highest):
+            raise ValueError(f"counts {result.counts.tolist()} must be 0 to {highest}")
+        if (result.counts[len(flight.decoding) :] != 1).any():
+            raise ValueError(f"a final chunk commits 1 token, not {result.counts[len(flight.decoding) :].tolist()}")
+        return flight
+
+    def _take(self, progress: Progress, new: list[int], events: list[TokenEvent]) -> None:
+        """New tokens of a request, as far as they belong to its answer."""
+        if not new:
+            return
+        progress.output += new
+        if progress.phase is Phase.ENDED:
+            return
+        cached = None if progress.answer else progress.cached_tokens
+        finish = None
+        for index, token in enumerate(new, 1):
+            if token in progress.stops:
+                finish = FinishReason.STOP
+            elif progress.answer + index >= progress.max_new:
+                finish = FinishReason.LENGTH
+            if finish is not None:
+                new = new[:index]
+                break
+        progress.answer += len(new)
+        events.append(TokenEvent(progress.request.id, new, finish, cached))
+        if progress.computed >= progress.insert_at:
+            self._residency.insert(progress)
+        if finish is not None:
+            self.metrics.finished += 1
+            self._end(progress, finish)
+
+    def _end(self, progress: Progress, finish: FinishReason) -> None:
+        if progress.phase is Phase.PREFILL and not progress.draining:
+            self._prefilling[progress.request.service].remove(progress)
+        running = progress.phase is not Phase.WAITING and not progress.draining
+        progress.phase = Phase.ENDED
+        progress.finish = finish
+        del self._requests[progress.request.id]
+        if running:
+            self._residency.leave(progress)
+
+    # Looking in
+
+    @property
+    def running(self) -> int:
+        """Requests with a row."""
+        return self._rows.account.total - self._rows.account.free
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queues."""
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that will bring further events."""
+        return len(self._requests)
+
+    @property
+    def in_flight(self) -> int:
+        """Plans whose results have not been committed."""
+        return len(self._flights)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be had without preemption, cached ones included."""
+        return self._residency.pages.free + self._residency.pages.idle
+
+    @property
+    def free_slots(self) -> int:
+        """State slots that can be had without preemption, idle checkpoints included."""
+        return self._residency.slots.free + self._residency.slots.idle
+
+    def clear_cache(self) -> None:
+        """Evicts from the prefix tree all that no request uses."""
+        self._residency.tree.clear()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError, with the numbers, if rows, pages or slots don't add up, or, when nothing runs, if any
+        of them is held by somebody other than the prefix tree."""
+        self._check_accounts()
+        self._residency.tree.check_integrity()
+
+    def _check_accounts(self) -> None:
+        idle = not self._requests and not self._flights
+        for account in (self._rows.account, self._residency.pages, self._residency.slots):
+            account.check_integrity(idle_only=idle)

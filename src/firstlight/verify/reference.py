@@ -1,0 +1,154 @@
+"""The reference: transformers' own model of the same config and weights, in float32, with everything that flows recorded.
+
+What a module was given and what it gave is recorded under the path of *our* module that does the same, so that ours can be
+run on the reference's own inputs. Our norms take the sum before them along, so their inputs are its two terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from firstlight.verify.compare import Tolerance, ties
+from firstlight.verify.workload import Sequence
+from firstlight.weights.stored import StoredTensor
+
+QUIET_RMS = 1e-3
+"""Root mean square of quiet inputs: its square is near the epsilons of norms, so these decide half of the result."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A module's call on one sequence: inputs and outputs are [T, ...]; tied: [T], rows where routing is a toss-up."""
+
+    inputs: tuple[torch.Tensor | None, ...]
+    outputs: tuple[torch.Tensor, ...]
+    tied: torch.Tensor | None = None
+
+
+Record = dict[str, Call]
+"""By path of our module: "embed_tokens", "rotary", "layers.0.input_layernorm", ..., "layers.0" (a whole layer), "lm_head"."""
+
+
+class Reference:
+    """transformers' model with the given tensors."""
+
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], device: torch.device, tolerance: Tolerance
+    ) -> None:
+        """config: a config.json. tensors: by the names that `published_names` gives. Raises CheckpointError."""
+        from firstlight.verify.reference_weights import build_reference
+
+        self.device, self.tolerance = device, tolerance
+        self.model = build_reference(config, tensors, device)
+        base = self.model.model
+        self.text = getattr(base, "language_model", base)
+        self.modules = self._modules()
+        self.quiet: Record | None = None
+
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        """The reference's modules by our paths."""
+        modules = {"embed_tokens": self.text.embed_tokens, "rotary": self.text.rotary_emb}
+        for i, layer in enumerate(self.text.layers):
+            mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
+            modules[f"layers.{i}.input_layernorm"] = layer.input_layernorm
+            modules[f"layers.{i}.mixer"] = mixer
+            modules[f"layers.{i}.post_attention_layernorm"] = layer.post_attention_layernorm
+            modules[f"layers.{i}.mlp"] = layer.mlp
+            modules[f"layers.{i}"] = layer
+        return {**modules, "norm": self.text.norm, "lm_head": self.model.lm_head}
+
+    def run(self, sequence: Sequence, quiet: bool = False) -> tuple[Record, Record]:
+        """What every module was given and gave on a sequence; and, if asked, what it gives on quiet inputs (else empty)."""
+        observer = _Observer(self, quiet)
+        hooks = [module.register_forward_hook(observer.watch(path), with_kwargs=True) for path, module in self.modules.items()]
+        for path, module in self.modules.items():
+            if path.endswith(".mlp") and hasattr(module, "gate"):
+                hooks.append(module.gate.register_forward_hook(observer.watch_router(path)))
+        positions = sequence.positions.to(self.device)
+        positions = positions[None] if positions.dim() == 1 else positions[:, None]
+        try:
+            with torch.no_grad():
+                out = self.text(input_ids=sequence.ids[None].to(self.device), position_ids=positions, use_cache=False)
+                self.model.lm_head(out.last_hidden_state)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return observer.record(), observer.quiet_calls
+
+
+class _Observer:
+    """Hooks that note what modules of the reference were given and gave, without the batch dimension."""
+
+    def __init__(self, reference: Reference, quiet: bool) -> None:
+        self.reference, self.quiet = reference, quiet
+        self.given: dict[str, torch.Tensor] = {}
+        self.gave: dict[str, torch.Tensor] = {}
+        self.tied: dict[str, torch.Tensor] = {}
+        self.quiet_calls: Record = {}
+
+    def watch(self, path: str) -> Any:
+        """A forward hook."""
+
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if path == "rotary":
+                cos, sin = (part[0] for part in output)
+                half = cos.shape[-1] // 2
+                self.gave[path] = torch.cat((cos[:, :half], sin[:, :half]), dim=-1).float()
+                return
+            given = args[0] if args else kwargs["hidden_states"]
+            self.given[path], self.gave[path] = given[0], _first(output)[0]
+            if self.quiet and path.count(".") != 1 and path not in ("embed_tokens", "lm_head"):
+                self._run_quiet(path, module, args, kwargs, given)
+
+        return hook
+
+    def watch_router(self, path: str) -> Any:
+        """A forward hook of a router, whose first output is its logits, [T, experts]."""
+
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self.tied[path] = ties(_first(output), module.top_k, self.reference.tolerance.tie)  # type: ignore[arg-type]
+
+        return hook
+
+    def _run_quiet(
+        self, path: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: torch.Tensor
+    ) -> None:
+        small = given * (QUIET_RMS / given.square().mean().sqrt())
+        # `forward` and not a call: a module's own hooks stay out of it, its router's are wanted.
+        tied = self.tied.get(path)
+        out = _first(module.forward(small, *args[1:], **kwargs) if args else module.forward(**{**kwargs, "hidden_states": small}))
+        quiet_tied = self.tied.get(path)
+        if tied is not None:
+            self.tied[path] = tied
+        outputs = (out[0],) if path.endswith(("mixer", "mlp")) else (out[0], small[0])
+        inputs = (small[0],) if path.endswith(("mixer", "mlp")) else (None, small[0])
+        self.quiet_calls[path] = Call(inputs, outputs, quiet_tied)
+
+    def record(self) -> Record:
+        """The calls of every module, with the terms of the sums that our norms take."""
+        given, gave = self.given, self.gave
+        record = {"embed_tokens": Call((), (gave["embed_tokens"],)), "rotary": Call((), (gave["rotary"],))}
+        hidden: torch.Tensor | None = None
+        residual = gave["embed_tokens"]
+        for i in range(len(self.reference.text.layers)):
+            path = f"layers.{i}"
+            first, mixer, second, mlp = (f"{path}.{part}" for part in ("input_layernorm", "mixer", "post_attention_layernorm", "mlp"))
+            record[first] = Call((hidden, residual), (gave[first], given[first]))
+            record[mixer] = Call((given[mixer],), (gave[mixer],))
+            record[second] = Call((gave[mixer], given[first]), (gave[second], given[second]))
+            record[mlp] = Call((given[mlp],), (gave[mlp],), self.tied.get(mlp))
+            record[path] = Call((hidden, residual), (gave[path],), self.tied.get(mlp))
+            hidden, residual = gave[mlp], given[second]
+        record["norm"] = Call((hidden, residual), (gave["norm"], given["norm"]))
+        record["lm_head"] = Call((given["lm_head"],), (gave["lm_head"],))
+        if self.quiet:
+            self.quiet_calls["rotary"] = record["rotary"]
+        return record
+
+
+def _first(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,227 @@
+"""Text to token ids and back, and chats to prompts, as the checkpoint declares.
+
+The work is done by the `tokenizers` library; `transformers` would do the same, but takes seconds to import. What a
+checkpoint says in tokenizer.json, tokenizer_config.json, generation_config.json and the chat template (or in a GGUF
+file's metadata) is brought together here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from firstlight.errors import CheckpointError, ChatTemplateError, TokenizerError
+from firstlight.weights.chat_template import ChatTemplate
+from firstlight.weights.gguf_tokenizer import gguf_tokenizer, special_token
+from firstlight.weights.strict_json import read_json_object
+from firstlight.weights.text_stream import ByteTextStream, TextStream, WindowTextStream
+
+MAX_TOKENIZER_BYTES = 200_000_000
+MAX_CONFIG_BYTES = 50_000_000
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Safe to share between threads."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        stop_token_ids: Iterable[int] = (),
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """special_tokens: text by name ("bos_token", "eos_token", ...), as chat templates know them."""
+        self.backend = backend
+        self.stop_token_ids = tuple(dict.fromkeys(stop_token_ids))
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model's embedding may have more rows."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text, if the checkpoint names one."""
+        return self._id_of("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, if the checkpoint names one. `stop_token_ids` has all that end an answer."""
+        return self._id_of("eos_token")
+
+    def _id_of(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self.backend.token_to_id(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. With `add_special_tokens`, BOS and the like are put where the checkpoint wants them.
+
+        Special tokens that are written out in the text become single ids.
+        Raises TokenizerError if the text holds surrogates, which aren't characters.
+        """
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise TokenizerError(f"the text is not valid Unicode: {error}") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; U+FFFD stands for bytes that aren't UTF-8, and unknown ids for nothing."""
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """A stream for one answer: the pieces it gives, joined, are `decode` of all ids pushed."""
+        hidden = self._special_ids if skip_special_tokens else frozenset[int]()
+        if self._is_byte_level:
+            return ByteTextStream(lambda token: b"" if token in hidden else self._bytes_of(token))
+        return WindowTextStream(
+            lambda ids: self.decode(ids, skip_special_tokens), lambda token: token in hidden or self._is_byte(token)
+        )
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(id for id, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = self.backend.decoder
+        return decoder is not None and json.loads(decoder.__getstate__()).get("type") == "ByteLevel"
+
+    def _bytes_of(self, token: int) -> bytes:
+        """What a token stands for in a byte-level vocabulary: each character is a byte, unless one is foreign."""
+        text = self.backend.id_to_token(token)
+        if text is None:
+            return b""
+        values = [BYTE_OF_CHARACTER.get(character) for character in text]
+        return text.encode() if None in values else bytes(value for value in values if value is not None)
+
+    def _is_byte(self, token: int) -> bool:
+        text = self.backend.id_to_token(token)
+        return text is not None and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+
+    @cached_property
+    def _compiled_template(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise ChatTemplateError("this checkpoint has no chat template; send a plain prompt instead of messages")
+        return ChatTemplate(self.chat_template, self.special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a chat. Encode it with add_special_tokens=False: the template writes them itself.
+
+        messages: {"role": ..., "content": ...}; tools: JSON schemas; variables: further names that the template may use.
+        Raises ChatTemplateError if there is no template, or it refuses the messages, fails or does too much work.
+        """
+        return self._compiled_template.render(messages, add_generation_prompt, tools, **variables)
+
+
+def _byte_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for.
+
+    Printable bytes stand for themselves, as Latin-1; the others, in order, for the characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _byte_characters()
+
+
+def tokenizer_from_directory(directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer in a checkpoint's directory; `config` and `generation` are its config.json and generation_config.json.
+
+    Raises TokenizerError if there is no tokenizer.json, CheckpointError if a file is malformed; both name the file.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(
+            f"{directory}: there is no tokenizer.json, so this checkpoint takes token ids, not text"
+        )
+    if path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise CheckpointError(f"{path}: more than {MAX_TOKENIZER_BYTES} bytes")
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{path}: not a valid tokenizer: {str(error)[:300]}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    options_path = directory / "tokenizer_config.json"
+    options = read_json_object(options_path, MAX_CONFIG_BYTES) if options_path.exists() else {}
+    special_tokens = {name: text for name, value in options.items() if (text := _token_text(name, value)) is not None}
+    stop = _ids(generation.get("eos_token_id")) or _ids(_text_config(config).get("eos_token_id"))
+    tokenizer = Tokenizer(backend, stop, special_tokens, _template_in(directory, options))
+    return _with_eos(tokenizer)
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
+    """The tokenizer in a GGUF file's metadata. Raises TokenizerError or CheckpointError, naming the file."""
+    backend = gguf_tokenizer(metadata, path)
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    special_tokens = {
+        name: tokens[token] for key, name in names.items() if (token := special_token(metadata, key, path)) is not None
+    }
+    stop = [token for key in ("eos", "eot", "eom") if (token := special_token(metadata, key, path)) is not None]
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{path}: tokenizer.chat_template is not a string")
+    return Tokenizer(backend, stop, special_tokens, template)
+
+
+def _with_eos(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, with its own EOS among the ids that end an answer."""
+    if tokenizer.eos_token_id is not None:
+        tokenizer.stop_token_ids = tuple(dict.fromkeys((*tokenizer.stop_token_ids, tokenizer.eos_token_id)))
+    return tokenizer
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if "eos_token_id" not in config and isinstance(nested, dict) else config
+
+
+def _ids(value: Any) -> list[int]:
+    """Ids from an id, a list of ids or nothing."""
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if type(item) is int and item >= 0]
+
+
+def _token_text(name: str, value: Any) -> str | None:
+    """A special token's text, which may be a string or an object with `content`."""
+    if not name.endswith("_token"):
+        return None
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _template_in(directory: Path, options: Mapping[str, Any]) -> str | None:
+    """The chat template: chat_template.jinja, chat_template.json, or the one in tokenizer_config.json."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path}: not UTF-8: {error}") from error
+    template = options.get("chat_template")
+    if template is None and (path := directory / "chat_template.json").is_file():
+        template = read_json_object(path, MAX_CONFIG_BYTES).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{directory}: the chat template is not a string")
+    return template
