@@ -17,3 +17,9 @@ class TokenizerError(FirstlightError):
 
 class ChatTemplateError(FirstlightError):
     """A chat can't be rendered: there is no template, the template refused the messages, or it did too much work."""
+
+
+def quoted(text: str) -> str:
+    """Text from an untrusted file, fit for a message: quoted, escaped, and cut if it is long."""
+    shown = repr(text)
+    return shown if len(shown) <= 200 else shown[:200] + "...'"

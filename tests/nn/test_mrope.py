@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vision_reference import IMAGE, VIDEO, VISION_END, VISION_START, image, models, text, token_types, video
+from nn.vision_reference import IMAGE, VIDEO, VISION_END, VISION_START, image, models, text, token_types, video
 
 from firstlight.nn.mrope import embed_rows, mrope_positions
 from firstlight.nn.vision_config import Grid

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from reference import tiny_config
-from torch import Tensor
-from vision_reference import (
+from nn.vision_reference import (
     IMAGE,
     VIDEO,
     Runner,
@@ -19,9 +18,12 @@ from vision_reference import (
     models,
     text,
     token_types,
+    tower_of,
     video,
     worst_row_error,
 )
+from reference import tiny_config
+from torch import Tensor
 
 from firstlight.models import build_model
 from firstlight.nn.mrope import embed_rows, mrope_positions
@@ -45,13 +47,14 @@ LAYOUTS: dict[str, list[Grid]] = {
 
 
 @pytest.fixture(autouse=True)
-def no_gradients() -> Any:
+def no_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
 
 
 def reference_tower(reference: Any, patches: Tensor, grids: list[Grid]) -> Tensor:
-    return reference.model.visual(patches, grid_thw=torch.tensor(grids)).pooler_output
+    embeddings: Tensor = reference.model.visual(patches, grid_thw=torch.tensor(grids)).pooler_output
+    return embeddings
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,16 +63,24 @@ def test_equals_transformers(family: str, layout: str) -> None:
     reference, ours = models(family)
     grids = LAYOUTS[layout]
     patches = draw_patches(grids)
-    embeddings = ours.visual(patches, grids)
+    embeddings = tower_of(ours)(patches, grids)
     error = worst_row_error(embeddings, reference_tower(reference, patches, grids))
     print(f"worst row: {error:.1e}")
     assert embeddings.shape == (patches.shape[0] // 4, 128)
     assert error < TOLERANCE
 
 
+def test_blank_image() -> None:
+    """Values of little variance, where the norms' epsilon counts; through the bias alone where patches are zeros."""
+    reference, ours = models("qwen3_5")
+    grids = LAYOUTS["one"]
+    patches = torch.zeros(24, 1536)
+    assert worst_row_error(tower_of(ours)(patches, grids), reference_tower(reference, patches, grids)) < TOLERANCE
+
+
 def test_images_do_not_see_each_other() -> None:
     """Together as alone, and a frame of a video as an image."""
-    tower = models("qwen3_5")[1].visual
+    tower = tower_of(models("qwen3_5")[1])
     grids = LAYOUTS["several"]
     patches = draw_patches(grids)
     frames = [(1, rows, columns) for count, rows, columns in grids for _ in range(count)]
@@ -85,12 +96,12 @@ def test_bfloat16_rounds_as_transformers() -> None:
     grids = LAYOUTS["several"]
     patches = draw_patches(grids)
     exact = reference_tower(reference, patches, grids)
-    half = build_model(tiny_config("qwen3_5"), dtype=torch.bfloat16)
-    copy_weights(ours.visual, half.visual)
+    half = tower_of(build_model(tiny_config("qwen3_5"), dtype=torch.bfloat16))
+    copy_weights(tower_of(ours), half)
     reference_half = type(reference.model.visual)(reference.config.vision_config).eval()
     reference_half.load_state_dict(reference.model.visual.state_dict())
     theirs = reference_half.bfloat16()(patches.bfloat16(), grid_thw=torch.tensor(grids)).pooler_output
-    embeddings = half.visual(patches, grids)
+    embeddings = half(patches, grids)
     assert embeddings.dtype == torch.bfloat16
     assert worst_row_error(embeddings, exact) < 1.5 * worst_row_error(theirs, exact)
 
@@ -102,8 +113,8 @@ def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
 
 
 def test_every_rank_holds_the_whole_tower() -> None:
-    one = build_model(tiny_config("qwen3_5"), dtype=torch.float32).visual
-    second_of_two = build_model(tiny_config("qwen3_5"), dtype=torch.float32, mesh=Mesh.of(1, tp=2)).visual
+    one = tower_of(build_model(tiny_config("qwen3_5"), dtype=torch.float32))
+    second_of_two = tower_of(build_model(tiny_config("qwen3_5"), dtype=torch.float32, mesh=Mesh.of(1, tp=2)))
     shapes = [
         {
             (path, name): spec.local_shape
@@ -117,7 +128,7 @@ def test_every_rank_holds_the_whole_tower() -> None:
 
 def test_runs_on_shapes_alone() -> None:
     """On the meta device, with abstracts in place of ops: what binding and predictions walk."""
-    tower = build_model(tiny_config("qwen3_5"), dtype=torch.bfloat16).visual
+    tower = tower_of(build_model(tiny_config("qwen3_5"), dtype=torch.bfloat16))
     for _, site in sites(tower):
         site[:] = [site.op.abstract]
     grids = LAYOUTS["several"]
@@ -136,7 +147,7 @@ def test_runs_on_shapes_alone() -> None:
 )
 def test_refuses_grids_that_do_not_fit(grids: list[Grid], patches: int, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        models("qwen3_5")[1].visual(torch.zeros(patches, 1536), grids)
+        tower_of(models("qwen3_5")[1])(torch.zeros(patches, 1536), grids)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +191,7 @@ def reference_logits(reference: Any, ids: list[int], patches: Tensor) -> Tensor:
     """transformers' logits of the prompt, [T, vocabulary]."""
     sizes = [frames * rows * columns for frames, rows, columns in PROMPT_GRIDS]
     first, clip, last = patches.split(sizes)
-    return reference(
+    logits: Tensor = reference(
         input_ids=torch.tensor([ids]),
         pixel_values=torch.cat((first, last)),
         image_grid_thw=torch.tensor([PROMPT_GRIDS[0], PROMPT_GRIDS[2]]),
@@ -188,11 +199,12 @@ def reference_logits(reference: Any, ids: list[int], patches: Tensor) -> Tensor:
         video_grid_thw=torch.tensor([PROMPT_GRIDS[1]]),
         mm_token_type_ids=token_types(ids),
     ).logits[0]
+    return logits
 
 
 def embeds_of(tower: VisionTower, patches: Tensor) -> Tensor:
     """The tower's embeddings under a null row, which may hold anything."""
-    embeddings = tower(patches, PROMPT_GRIDS)
+    embeddings: Tensor = tower(patches, PROMPT_GRIDS)
     return torch.cat((torch.full_like(embeddings[:1], float("nan")), embeddings))
 
 
@@ -204,7 +216,7 @@ def test_logits_of_a_prompt_with_images(family: str, chunk: int) -> None:
     ids, patches = prompt(), draw_patches(PROMPT_GRIDS)
     generated = text(6, 5)
     positions, delta = mrope_positions(ids, PROMPT_GRIDS, image_token_id=IMAGE, video_token_id=VIDEO)
-    rows, embeds = embed_rows(ids, IMAGE, VIDEO), embeds_of(ours.visual, patches)
+    rows, embeds = embed_rows(ids, IMAGE, VIDEO), embeds_of(tower_of(ours), patches)
     runner = Runner(ours, len(ids) + len(generated))
     logits = []
     for start in range(0, len(ids), chunk):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from firstlight.cache import CachePool
 from firstlight.models import CausalModel, build_model
-from firstlight.nn.module import caches
+from firstlight.nn.module import Module, caches
+from firstlight.nn.vision import VisionTower
 from firstlight.nn.vision_config import Grid
 from firstlight.step import Bucket, PageTable, SlotTable, StepBatch
 from firstlight.weights.loader import load_weights, published_names
@@ -43,6 +44,13 @@ def models(name: str) -> tuple[Any, CausalModel]:
     stored = {key: MemoryTensor(key, values) for key, values in reference.state_dict().items()}
     load_weights(ours, published_names(type(ours), stored), "cpu")
     return reference, ours
+
+
+def tower_of(model: torch.nn.Module) -> VisionTower:
+    """The vision tower of one of our models."""
+    tower = model.visual
+    assert isinstance(tower, VisionTower)
+    return tower
 
 
 def draw_patches(grids: Sequence[Grid], seed: int = 0) -> Tensor:
@@ -93,7 +101,9 @@ class Runner:
         pool = CachePool(specs, pages=count + 1, slots=2, page_size=self.PAGE_SIZE, device="cpu")
         pool.poison(range(count + 1), range(2))
         for path, views in pool.views.items():
-            model.get_submodule(path).bind_cache(views)
+            module = model.get_submodule(path)
+            assert isinstance(module, Module)
+            module.bind_cache(views)
 
     def __call__(
         self, ids: Sequence[int], positions: np.ndarray, rows: np.ndarray | None = None, embeds: Tensor | None = None
@@ -128,4 +138,5 @@ class Runner:
             embeds=embeds,
         )
         self.done = context
-        return self.model(step)
+        logits: Tensor = self.model(step)
+        return logits

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from delta_inputs import export_rows, ints, poisoned, rule_inputs, starts
+from ops.delta_inputs import export_rows, ints, poisoned, rule_inputs, starts
 from torch import Tensor
 
 from firstlight.ops.gated_delta_rule import DeltaLog

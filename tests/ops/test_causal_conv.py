@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from delta_inputs import export_rows, ints, poisoned, starts
+from ops.delta_inputs import export_rows, ints, poisoned, starts
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
@@ -169,8 +169,8 @@ def test_refusals_name_the_argument() -> None:
     pool = poisoned(2, CHANNELS, WIDTH - 1)
     with pytest.raises(ValueError, match="'relu' is unknown"):
         causal_conv(x, weight, pool, ints(0, 1), ints(0), ints(1), NO_EXPORTS, max_query=1, activation="relu")
+    log = poisoned(2, 4, CHANNELS)
     with pytest.raises(ValueError, match="state_out"):
-        log = poisoned(2, 4, CHANNELS)
         causal_conv(
             x, weight, pool, ints(0, 1), ints(0), ints(1)[None], NO_EXPORTS, max_query=1, log=log, log_length=ints(0)
         )

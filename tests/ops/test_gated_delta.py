@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from delta_inputs import export_rows, ints, poisoned, starts, worst_row_error
+from ops.delta_inputs import export_rows, ints, poisoned, starts, worst_row_error
 from torch import Tensor
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -137,7 +137,8 @@ def test_continuations_of_an_exported_prefix(quick: bool) -> None:
     prefixes = [prompt, prompt[:33], prompt[:33], prompt[:0]]
     expected = [layer.expected(torch.cat([prefix, x[i : i + 1]]))[-1:] for i, prefix in enumerate(prefixes)]
     assert worst_row_error(y, torch.cat(expected)) < 1e-5
-    assert layer.conv_pool[6:].isnan().all() and layer.state_pool[6:].isnan().all()
+    assert layer.conv_pool[6:].isnan().all()
+    assert layer.state_pool[6:].isnan().all()
 
 
 @pytest.mark.parametrize("quick", [False, True], ids=["references", "providers"])

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from delta_inputs import export_rows, ints, poisoned, rule_inputs, starts, worst_row_error
+from ops.delta_inputs import export_rows, ints, poisoned, rule_inputs, starts, worst_row_error
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from firstlight.ops.gated_delta_rule import DeltaLog, gated_delta_rule
 from firstlight.ops.gated_delta_rule.torch_chunked import run as chunked
 from firstlight.ops.gated_delta_rule.torch_decode import run as decode
+from firstlight.ops.gated_delta_rule.torch_in_place import run as in_place
 
 HV, V, K = 6, 8, 16
 NO_EXPORTS = export_rows()
@@ -53,9 +54,10 @@ def test_is_the_model_files_recurrence() -> None:
     q, k, v, g, beta = rule_inputs(37, dtype=torch.float32)
     pool = poisoned(2, HV, V, K, dtype=torch.float32)
     o = gated_delta_rule(q, k, v, g, beta, pool, ints(0, 37), ints(0), ints(1), NO_EXPORTS, max_query=37)
-    # The model file scales q itself.
+    # The model file scales q itself; older versions want key heads repeated.
+    queries, keys = (x[None].repeat_interleave(3, dim=2) for x in (q * K**0.5, k))
     expected, state = torch_recurrent_gated_delta_rule(
-        q[None] * K**0.5, k[None], v[None], g[None], beta[None], output_final_state=True
+        queries, keys, v[None], g[None], beta[None], output_final_state=True
     )
     torch.testing.assert_close(o, expected[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(pool[1], state[0].transpose(1, 2), rtol=1e-5, atol=1e-6)
@@ -126,7 +128,8 @@ def test_batched_is_alone_with_padding_exports_and_a_shared_checkpoint(run: Run)
     for request, tokens, slot in exports:
         if slot > 0:
             torch.testing.assert_close(pool[slot], expected[request][1][tokens])
-    assert pool[12:].isnan().all() and pool[5].isnan().all()
+    assert pool[12:].isnan().all()
+    assert pool[5].isnan().all()
 
 
 @runs
@@ -139,7 +142,8 @@ def test_states_after_each_token(run: Run) -> None:
     first, second = formula(requests[0], pool[1])[1], formula(requests[1])[1]
     for slot, state in {2: first[1], 3: first[2], 5: first[4], 6: second[1], 7: second[2]}.items():
         torch.testing.assert_close(pool[slot], state)
-    assert pool[8:].isnan().all() and pool[4].isnan().all()
+    assert pool[8:].isnan().all()
+    assert pool[4].isnan().all()
 
 
 def make_log(slots: int = 4, ring: int = 8) -> DeltaLog:
@@ -209,36 +213,43 @@ def test_prefill_beside_verify_logs_nothing(run: Run) -> None:
     torch.testing.assert_close(o[:2], formula(draft, pool[1])[0])
     torch.testing.assert_close(o[2:], formula(fresh)[0])
     torch.testing.assert_close(pool[2], formula(fresh)[1][-1])
-    assert log.u[2:].isnan().all() and log.k[1, 2:].isnan().all() and log.g[1, :2].isfinite().all()
+    assert log.u[2:].isnan().all()
+    assert log.k[1, 2:].isnan().all()
+    assert log.g[1, :2].isfinite().all()
 
 
-def test_decode_provider_is_the_reference() -> None:
-    """Ordinary, fresh, unwritten and padding requests; and one without a token whose state is only copied."""
+EXPORTS = export_rows((0, 1, 4), (2, 0, 7), (0, 0, 0))
+# Ordinary, fresh, unwritten and padding requests, one without a token whose state is only copied, and one that continues
+# a state which another request overwrites in the same step.
+SLOTS = {
+    "own": (ints(1, 2, 3, 0, 0), ints(1, 2, 3, 0, 0)),
+    "mixed": (ints(1, 0, 3, 5, 0), ints(1, 2, 0, 6, 0)),
+    "forked": (ints(1, 1, 2, 0, 0), ints(4, 5, 6, 0, 0)),
+    "overwritten": (ints(1, 1, 0, 0, 0), ints(1, 2, 3, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("run", [decode, in_place], ids=["decode", "in_place"])
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("exports", [NO_EXPORTS, EXPORTS[2:], EXPORTS], ids=["none", "null", "two"])
+def test_decode_providers_are_the_reference(run: Run, slots: str, exports: Tensor) -> None:
     inputs = rule_inputs(3, padding=2)
     results = []
-    for run in (gated_delta_rule.reference, decode):
+    for each in (gated_delta_rule.reference, run):
         pool = torch.stack([some_state(i) for i in range(9)])
         pool[0] = float("nan")
-        o = run(
-            *inputs,
-            pool,
-            starts([1, 1, 1, 0, 0]),
-            ints(1, 0, 3, 5, 0),
-            ints(1, 2, 0, 6, 0),
-            export_rows((0, 1, 4), (2, 0, 7), (0, 0, 0)),
-            max_query=1,
-        )
+        o = each(*inputs, pool, starts([1, 1, 1, 0, 0]), *SLOTS[slots], exports, max_query=1)
         results.append((o[:3], pool[1:]))
     torch.testing.assert_close(results[1], results[0])
 
 
-@pytest.mark.parametrize("run", [gated_delta_rule.reference, chunked, decode], ids=["reference", "chunked", "decode"])
+@pytest.mark.parametrize("run", [gated_delta_rule.reference, chunked, decode, in_place])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 5e-6), (torch.bfloat16, 4e-3)])
 def test_512_steps_do_not_drift(run: Run, dtype: torch.dtype, limit: float) -> None:
     """Error by the rounding of inputs excluded: the formula sees the rounded inputs. bfloat16: the output's own rounding."""
     inputs = rule_inputs(512, dtype=dtype)
     pool = poisoned(2, HV, V, K, dtype=torch.float32)
-    size = 1 if run is decode else 128
+    size = 1 if run in (decode, in_place) else 128
     parts = []
     for begin in range(0, 512, size):
         step = cut(inputs, start=begin, stop=begin + size)

@@ -83,7 +83,8 @@ def test_padding_is_routed_to_none_and_disturbs_nobody() -> None:
     logits[4:] = float("nan")
     weights, chosen = route(logits, top_k=3, renormalise=True, live=torch.tensor([4], dtype=torch.int32))
     torch.testing.assert_close((weights[:4], chosen[:4]), expected, rtol=0, atol=0)
-    assert (chosen[4:] == -1).all() and (weights[4:] == 0).all()
+    assert (chosen[4:] == -1).all()
+    assert (weights[4:] == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,9 @@ def test_draws_follow_the_softmax(temperature: float) -> None:
 
 def test_draws_follow_the_softmax_in_a_large_vocabulary() -> None:
     """In a flat row of 2^18 tokens the winner's noise is far in the tail: halves of the vocabulary must be even."""
-    drawn = draw(torch.zeros(2**18), 400)
+    drawn = draw(torch.zeros(2**18), 100)
     assert chi_square(drawn // 2**15, torch.full((8,), 1 / 8)) < 24.3  # 7 degrees of freedom, p = 0.001
-    assert len(drawn.unique()) > 380
+    assert len(drawn.unique()) > 95
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,37 @@ def test_a_row_depends_on_itself_alone() -> None:
     assert torch.equal(sample(logits[order], *(parameter[order] for parameter in parameters)), together[order])
 
 
+@pytest.mark.parametrize("vocabulary", [5, 256, 700, 2048, 5000])
+def test_cpu_provider_equals_the_reference(vocabulary: int) -> None:
+    """Peaked and flat rows, ties in all of them, more kept than there are candidates in some."""
+    count = 60
+    n = torch.arange(count)
+    logits = (normal(count, vocabulary) * (n % 5)[:, None]).bfloat16()
+    logits[:, ::3] -= torch.inf
+    parameters = (
+        (n % 4) * 0.6,
+        torch.tensor([0, 1, 40, 600, 0])[n % 5],
+        torch.tensor([1.0, 0.5, 0.95, 0.0, 0.999, 1.0, 0.9])[n % 7],
+        n * 77 - 500,
+        n // 2,
+    )
+    fast = sample.providers["torch_cpu"].run
+    assert torch.equal(fast(logits, *parameters), sample(logits, *parameters))
+    assert torch.equal(fast(logits, *parameters, greedy=True), logits.float().argmax(-1))
+    assert torch.equal(fast(logits, *parameters, filtered=False), sample(logits, *parameters, filtered=False))
+
+
+def test_cpu_provider_takes_the_first_of_the_largest() -> None:
+    z = torch.zeros(4, 1000)
+    z[0, [700, 701]] = 1  # within a block
+    z[1, [300, 600]] = 1  # in two blocks
+    z[2, [999]] = 1  # behind the last whole block
+    z[3, [300, 999]] = 1  # before and behind
+    zeros = torch.zeros(4)
+    out = sample.providers["torch_cpu"].run(z, zeros, zeros.int(), zeros + 1, zeros.long(), zeros.long())
+    assert out.tolist() == [700, 300, 999, 300]
+
+
 def test_the_promises_change_nothing_where_they_hold() -> None:
     logits, rows = normal(9, 33), torch.ones(9)
     parameters = (rows * 0.8, rows.int() * 0, rows, torch.arange(9), torch.arange(9))
@@ -136,7 +167,7 @@ def noise_in_python(seed: int, position: int, token: int) -> float:
 
 def test_noise_is_the_stated_hash() -> None:
     seeds, positions = [0, 1, -5, 2**63 - 1], [0, 7, 131_072, 2**31]
-    noise = gumbel(torch.tensor(seeds), torch.tensor(positions), 50_000)
+    noise = gumbel(torch.tensor(seeds), torch.tensor(positions), torch.arange(50_000))
     for n, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         for token in (0, 1, 777, 49_999):
             assert noise[n, token].item() == pytest.approx(noise_in_python(seed, position, token), rel=1e-5, abs=1e-6)
@@ -145,7 +176,7 @@ def test_noise_is_the_stated_hash() -> None:
 
 
 def test_noise_is_standard_gumbel_and_uncorrelated() -> None:
-    noise = gumbel(torch.arange(64) // 8, torch.arange(64) % 8, 20_000).double()
+    noise = gumbel(torch.arange(64) // 8, torch.arange(64) % 8, torch.arange(20_000)).double()
     assert noise.isfinite().all()
     assert noise.mean().item() == pytest.approx(0.5772157, abs=0.006)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.02)

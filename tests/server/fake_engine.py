@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from firstlight.config import EngineOptions
 from firstlight.engine.messages import Delta, EngineStats
-from firstlight.scheduling.errors import RequestRefused
+from firstlight.scheduling.errors import RequestRefusedError
 from firstlight.scheduling.request import Request
 from firstlight.scheduling.sampling import FinishReason, ServiceClass
 
@@ -58,7 +58,7 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         if request.prompt[0] == REFUSED:
-            raise RequestRefused(400, "the prompt needs 900 pages and the engine has 512")
+            raise RequestRefusedError(400, "the prompt needs 900 pages and the engine has 512")
         self.waiting[request.id] = Running(request)
 
     def abort(self, id: str) -> None:

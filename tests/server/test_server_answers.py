@@ -20,7 +20,9 @@ def test_chat(client: openai.OpenAI) -> None:
     assert choice.message.content == "How are you?"
     assert choice.message.role == "assistant"
     assert choice.finish_reason == "stop"
-    assert reply.model == "echo" and reply.object == "chat.completion" and reply.id.startswith("chatcmpl-")
+    assert reply.model == "echo"
+    assert reply.object == "chat.completion"
+    assert reply.id.startswith("chatcmpl-")
     # <|user|> and <|end|> and <|assistant|> are a token each, other characters one a byte; END is generated, too
     assert reply.usage.prompt_tokens == 15
     assert reply.usage.completion_tokens == 14
@@ -42,7 +44,8 @@ def test_chat_streamed(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in [*content, last]) == "Grüße, 世界"
     assert all(chunk.choices[0].finish_reason is None for chunk in content)
     assert last.choices[0].finish_reason == "stop"
-    assert usage.choices == [] and usage.usage.completion_tokens == len("Grüße, 世界".encode()) + 2
+    assert usage.choices == []
+    assert usage.usage.completion_tokens == len("Grüße, 世界".encode()) + 2
     assert len({chunk.id for chunk in chunks}) == 1
 
 
@@ -90,7 +93,8 @@ def test_streamed_prompts_come_side_by_side(client: openai.OpenAI) -> None:
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
-    assert texts == ["abcdef", "gh"] and reasons == ["stop", "stop"]
+    assert texts == ["abcdef", "gh"]
+    assert reasons == ["stop", "stop"]
 
 
 def test_max_tokens(client: openai.OpenAI) -> None:
@@ -100,19 +104,22 @@ def test_max_tokens(client: openai.OpenAI) -> None:
     assert reply.usage.completion_tokens == 3
     messages = [{"role": "user", "content": "abcdef"}]
     chat = client.chat.completions.create(model="echo", messages=messages, temperature=0, max_completion_tokens=3)
-    assert chat.choices[0].message.content == "ab" and chat.choices[0].finish_reason == "length"
+    assert chat.choices[0].message.content == "ab"
+    assert chat.choices[0].finish_reason == "length"
 
 
 def test_completions_default_to_16_tokens(client: openai.OpenAI) -> None:
     reply = client.completions.create(model="echo", prompt="abcdefghijklmnopqrstuvwxyz", temperature=0)
-    assert reply.choices[0].text == "abcdefghijklmnop" and reply.choices[0].finish_reason == "length"
+    assert reply.choices[0].text == "abcdefghijklmnop"
+    assert reply.choices[0].finish_reason == "length"
 
 
 def test_ignore_eos(client: openai.OpenAI) -> None:
     reply = client.completions.create(
         model="echo", prompt="ab", temperature=0, max_tokens=8, extra_body={"ignore_eos": True}
     )
-    assert reply.choices[0].text == "ababab"[:6] and reply.usage.completion_tokens == 8
+    assert reply.choices[0].text == "ababab"[:6]
+    assert reply.usage.completion_tokens == 8
     assert reply.choices[0].finish_reason == "length"
 
 
@@ -124,8 +131,10 @@ def test_stop_token_ids(client: openai.OpenAI) -> None:
         extra_body={"stop_token_ids": [ord("d")], "return_token_ids": True},
     )
     [choice] = reply.choices
-    assert choice.text == "abc" and choice.finish_reason == "stop"
-    assert choice.token_ids == [97, 98, 99, 100] and reply.usage.completion_tokens == 4
+    assert choice.text == "abc"
+    assert choice.finish_reason == "stop"
+    assert choice.token_ids == [97, 98, 99, 100]
+    assert reply.usage.completion_tokens == 4
 
 
 def test_token_ids_are_returned_on_demand(client: openai.OpenAI) -> None:
@@ -159,13 +168,15 @@ def test_cached_tokens(client: openai.OpenAI) -> None:
 def test_stop_strings_across_tokens(client: openai.OpenAI, stop: str | list[str]) -> None:
     reply = client.completions.create(model="echo", prompt="abcdefgh", temperature=0, stop=stop)
     [choice] = reply.choices
-    assert choice.text == ("a" if "bcd" in stop else "ab") and choice.finish_reason == "stop"
+    assert choice.text == ("a" if "bcd" in stop else "ab")
+    assert choice.finish_reason == "stop"
     assert reply.usage.completion_tokens == 4, "tokens after the stop string are not counted"
 
 
 def test_stop_string_that_does_not_come(client: openai.OpenAI) -> None:
     reply = client.completions.create(model="echo", prompt="abcdef", temperature=0, stop="efg")
-    assert reply.choices[0].text == "abcdef" and reply.choices[0].finish_reason == "stop"
+    assert reply.choices[0].text == "abcdef"
+    assert reply.choices[0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("options", [{}, {"stop": ["wor", "ld!"]}, {"max_tokens": 9}, {"stop": "é w"}])
@@ -182,7 +193,8 @@ def test_streamed_equals_whole(client: openai.OpenAI, options: dict[str, object]
 
 def test_models(client: openai.OpenAI) -> None:
     [model] = client.models.list().data
-    assert model.id == "echo" and model.max_model_len == 512  # type: ignore[attr-defined]
+    assert model.id == "echo"
+    assert model.max_model_len == 512
     assert client.models.retrieve("echo").id == "echo"
     with pytest.raises(openai.NotFoundError, match="`other` is not served here"):
         client.models.retrieve("other")

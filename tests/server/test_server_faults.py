@@ -73,7 +73,7 @@ def test_random_disconnects_free_everything(checkpoint: Path) -> None:
         {"model": str(checkpoint), "max_running": 8}, environment={"FAKE_ENGINE_STEP_SECONDS": "0.001"}
     ) as server:
         outcomes = asyncio.run(all_of_them(server.url))
-        assert outcomes.count("left") > 30 and outcomes.count("answered") > 30, f"seed {seed}"
+        assert min(outcomes.count("left"), outcomes.count("answered")) > 30, f"seed {seed}"
         assert eventually(lambda: server.live() == 0), f"seed {seed}"
         assert server.metric("firstlight_pages_used") == 0
         assert "Traceback" not in server.log
@@ -83,13 +83,14 @@ def test_random_disconnects_free_everything(checkpoint: Path) -> None:
 def test_leaving_frees_the_request_at_once(checkpoint: Path, stream: bool) -> None:
     body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": stream}
     with running({"model": str(checkpoint)}, environment={"FAKE_ENGINE_STEP_SECONDS": "0.02"}) as server:
-        with httpx.Client(base_url=server.url, timeout=0.3) as client, pytest.raises(httpx.TimeoutException):
-            with client.stream("POST", "/v1/completions", json=body) as response:
-                if stream:
-                    lines = response.iter_lines()
-                    next(lines)
-                    assert server.live() == 1
-                    raise httpx.ReadTimeout("had enough")
+        if stream:
+            with server.http.stream("POST", server.url + "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                assert next(lines).startswith("data: ")
+                assert server.live() == 1
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(server.url + "/v1/completions", json=body, timeout=0.3)
         assert eventually(lambda: server.live() == 0, 2.0)
         assert server.metric("firstlight_requests_total", outcome="abort", service_class="online") == 1
 
@@ -132,7 +133,8 @@ def test_engine_death(checkpoint: Path, poison: int, said: str) -> None:
             for _ in stream:
                 pass
         health = server.get("/health")
-        assert health.status_code == 503 and said in health.json()["message"]
+        assert health.status_code == 503
+        assert said in health.json()["message"]
         with pytest.raises(openai.InternalServerError, match="the engine is gone"):
             client.completions.create(model="echo", prompt="a")
         assert server.process.wait(10) != 0
@@ -144,7 +146,8 @@ def test_engine_that_does_not_start(checkpoint: Path, how: str, said: str) -> No
     server = start({"model": str(checkpoint)}, environment={"FAKE_ENGINE_START": how})
     _, log = server.process.communicate(timeout=20)
     assert server.process.returncode == 1
-    assert said in log and "Traceback" not in log
+    assert said in log
+    assert "Traceback" not in log
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -163,7 +166,8 @@ def test_a_signal_drains_and_leaves_nothing(checkpoint: Path, tmp_path: Path, nu
         reasons = [chunk.choices[0].finish_reason for chunk in stream]
         assert reasons[-1] == "length", "the running request is finished first"
         assert server.process.wait(10) == 0
-        assert not alive(pids[0]) and list(tmp_path.iterdir()) == []
+        assert not alive(pids[0])
+        assert list(tmp_path.iterdir()) == []
         assert "Traceback" not in server.log
 
 
@@ -192,7 +196,8 @@ def test_api_key(checkpoint: Path) -> None:
         declared = httpx.post(server.url + "/v1/completions", content=big, headers=right)
         chunked = httpx.post(server.url + "/v1/completions", content=iter([big[:1000], big[1000:]]), headers=right)
         for response in (declared, chunked):
-            assert response.status_code == 413 and "1 MiB" in response.json()["error"]["message"]
+            assert response.status_code == 413
+            assert "1 MiB" in response.json()["error"]["message"]
 
 
 def test_only_loopback_without_a_key() -> None:
@@ -217,7 +222,8 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
         client = server.client()
         ids = {"return_token_ids": True}
         reply = client.completions.create(model="bare", prompt=[5, 6, 7], temperature=0, max_tokens=3, extra_body=ids)
-        assert reply.choices[0].token_ids == [5, 6, 7] and reply.choices[0].text is None
+        assert reply.choices[0].token_ids == [5, 6, 7]
+        assert reply.choices[0].text is None
         chunks = client.completions.create(
             model="bare", prompt=[5, 6, 7], temperature=0, max_tokens=3, stream=True, extra_body=ids
         )
@@ -228,7 +234,8 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
             ({"prompt": [5], "stop": "x", **ids}, "stop"),
         ):
             error = server.post("/v1/completions", json=fields).json()["error"]
-            assert error["code"] == "no_tokenizer" and error["param"] == name
+            assert error["code"] == "no_tokenizer"
+            assert error["param"] == name
         error = server.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], **ids}).json()
         assert error["error"]["code"] == "no_tokenizer"
 

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server.fake_engine import REFUSED, VOCAB_SIZE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from server.fake_engine import REFUSED, VOCAB_SIZE
 from server.served import RunningServer
 
 CHAT = "/v1/chat/completions"
@@ -22,7 +22,8 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     """The error object, which must have OpenAI's four fields."""
     assert response.status_code == status, response.text
     body = response.json()
-    assert list(body) == ["error"] and set(body["error"]) == {"message", "type", "param", "code"}
+    assert list(body) == ["error"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
     error: dict[str, Any] = body["error"]
     return error
 
@@ -53,14 +54,17 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 )
 def test_fields_not_supported_yet(server: RunningServer, fields: dict[str, Any], name: str) -> None:
     error = error_of(server.post(CHAT, json={**HELLO, **fields}))
-    assert error["param"] == name and f"`{name}`" in error["message"] and error["code"] == "unsupported_field"
+    assert error["param"] == name
+    assert f"`{name}`" in error["message"]
+    assert error["code"] == "unsupported_field"
     assert error["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("fields", [{"best_of": 3}, {"echo": True}, {"suffix": "end"}, {"logprobs": 1}])
 def test_completion_fields_not_supported_yet(server: RunningServer, fields: dict[str, Any]) -> None:
     error = error_of(server.post(COMPLETIONS, json={"prompt": "a", **fields}))
-    assert error["param"] in fields and error["code"] == "unsupported_field"
+    assert error["param"] in fields
+    assert error["code"] == "unsupported_field"
 
 
 def test_values_that_change_nothing_are_accepted(server: RunningServer) -> None:
@@ -124,7 +128,8 @@ def test_values_that_change_nothing_are_accepted(server: RunningServer) -> None:
 def test_wrong_values(server: RunningServer, fields: dict[str, Any], name: str, said: str) -> None:
     body = json.dumps({**HELLO, **fields}).replace("Infinity", "1e999")
     error = error_of(server.post(CHAT, content=body))
-    assert error["param"] == name and said in error["message"]
+    assert error["param"] == name
+    assert said in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +157,8 @@ def test_wrong_values(server: RunningServer, fields: dict[str, Any], name: str, 
 @pytest.mark.parametrize("stream", [False, True])
 def test_wrong_prompts(server: RunningServer, prompt: Any, code: str, said: str, stream: bool) -> None:
     error = error_of(server.post(COMPLETIONS, json={"prompt": prompt, "stream": stream}))
-    assert error["code"] == code and said in error["message"]
+    assert error["code"] == code
+    assert said in error["message"]
     assert server.live() == 0
 
 
@@ -212,7 +218,8 @@ def test_any_json_gets_an_answer_or_a_clear_error(server: RunningServer, path: s
 
 
 def test_after_all_that_nothing_is_left_and_others_are_served(server: RunningServer) -> None:
-    assert server.live() == 0 and server.metric("firstlight_pages_used") == 0
+    assert server.live() == 0
+    assert server.metric("firstlight_pages_used") == 0
     assert server.post(CHAT, json=HELLO).json()["choices"][0]["message"]["content"] == "hi"
     assert server.get("/health").json() == {"status": "ok"}
     assert "Traceback" not in server.log

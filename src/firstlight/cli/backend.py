@@ -4,11 +4,14 @@ fields of an API request and give OpenAI's objects back."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import signal
+import socket
 import urllib.parse
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,7 +34,7 @@ class RequestError(FirstlightError):
         self.body = body
 
 
-class BackendGone(FirstlightError):
+class BackendGoneError(FirstlightError):
     """Nobody answers (any more)."""
 
 
@@ -39,10 +42,10 @@ class Backend(Protocol):
     """fields: a body of /v1/chat/completions if it has `messages`, else of /v1/completions; without `model`."""
 
     async def complete(self, fields: dict[str, Any], service_class: str) -> dict[str, Any]:
-        """The whole answer. Raises RequestError, BackendGone."""
+        """The whole answer. Raises RequestError, BackendGoneError."""
 
     def stream(self, fields: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a chat. Raises RequestError, BackendGone."""
+        """The chunks of a chat. Raises RequestError, BackendGoneError."""
 
 
 class LocalBackend:
@@ -54,20 +57,19 @@ class LocalBackend:
     async def complete(self, fields: dict[str, Any], service_class: str) -> dict[str, Any]:
         from firstlight.server.errors import ApiError
         from firstlight.server.protocol import ChatRequest, CompletionRequest, load
-        from firstlight.server.replies import ChatReply, CompletionReply
+        from firstlight.server.replies import ChatReply, CompletionReply, Reply
 
+        kind: type[Reply]
+        request: ChatRequest | CompletionRequest
         try:
             if "messages" in fields:
-                chat = load(ChatRequest, fields)
-                job = await self._service.chat_job(chat, service_class)
-                reply = ChatReply(self._service.name, token_ids=bool(chat.return_token_ids), include_usage=False)
-                return reply.whole(*await self._service.complete(job))
-            completion = load(CompletionRequest, fields)
-            job = await self._service.completion_job(completion, service_class)
-            ids = bool(completion.return_token_ids)
-            return CompletionReply(self._service.name, token_ids=ids, include_usage=False).whole(
-                *await self._service.complete(job)
-            )
+                kind, request = ChatReply, load(ChatRequest, fields)
+                job = await self._service.chat_job(request, service_class)
+            else:
+                kind, request = CompletionReply, load(CompletionRequest, fields)
+                job = await self._service.completion_job(request, service_class)
+            reply = kind(self._service.name, token_ids=bool(request.return_token_ids), include_usage=False)
+            return reply.whole(*await self._service.complete(job))
         except ApiError as error:
             raise _request_error(error.status, error.body()) from None
 
@@ -95,9 +97,9 @@ class LocalBackend:
 
 
 class RemoteBackend:
-    """Answers from a server at `url`, such as http://127.0.0.1:8000, with or without /v1."""
+    """Answers from a server at `url`, such as http://127.0.0.1:8000, with or without /v1. limit: connections at once."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, limit: int) -> None:
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise FirstlightError(f"--url {url}: it must look like http://127.0.0.1:8000")
@@ -106,26 +108,37 @@ class RemoteBackend:
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
+        self._threads = ThreadPoolExecutor(limit, thread_name_prefix="request")
+        self._connections: set[http.client.HTTPConnection] = set()
 
     async def complete(self, fields: dict[str, Any], service_class: str) -> dict[str, Any]:
-        return await asyncio.to_thread(self._complete, fields, service_class)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._complete, fields, service_class)
 
     async def stream(self, fields: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         body = {**fields, "stream": True, "stream_options": {"include_usage": True}}
-        connection, response = await asyncio.to_thread(self._post, body, "online")
+        loop = asyncio.get_running_loop()
+        connection, response = await loop.run_in_executor(self._threads, self._post, body, "online")
         try:
-            while line := await asyncio.to_thread(response.readline):
+            while line := await loop.run_in_executor(self._threads, response.readline):
                 data = line.removeprefix(b"data: ").strip()
                 if data == b"[DONE]":
                     return
                 if data:
                     chunk = json.loads(data)
                     if "error" in chunk:
-                        raise BackendGone(chunk["error"]["message"])
+                        raise BackendGoneError(chunk["error"]["message"])
                     yield chunk
-            raise BackendGone(f"{self._parts.netloc} ended the answer before its end")
+            raise BackendGoneError(f"{self._parts.netloc} ended the answer before its end")
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._broken_off(error) from None
         finally:
-            connection.close()
+            self._hang_up(connection)
+
+    def close(self) -> None:
+        """Hang up on every answer that hasn't come, and end the threads."""
+        for connection in list(self._connections):
+            self._hang_up(connection)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _complete(self, fields: dict[str, Any], service_class: str) -> dict[str, Any]:
         connection, response = self._post(fields, service_class)
@@ -133,17 +146,17 @@ class RemoteBackend:
             reply: dict[str, Any] = json.loads(response.read())
             return reply
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise BackendGone(f"{self._parts.netloc} broke off its answer: {error}") from None
+            raise self._broken_off(error) from None
         finally:
-            connection.close()
+            self._hang_up(connection)
 
     def _post(
         self, fields: dict[str, Any], service_class: str
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """An answer with status 200, to be read and its connection closed."""
-        secure = self._parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        """An answer with status 200, to be read, and then hung up on."""
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=TIMEOUT_SECONDS)
+        self._connections.add(connection)
         path = "/chat/completions" if "messages" in fields else "/completions"
         try:
             headers = {**self._headers, "X-Service-Class": service_class}
@@ -153,32 +166,52 @@ class RemoteBackend:
                 return connection, response
             text = response.read()
         except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise BackendGone(f"no answer from {self._parts.netloc}: {error}; is the server running?") from None
-        connection.close()
+            self._hang_up(connection)
+            message = f"no answer from {self._parts.netloc}: {error}; is the server running?"
+            raise BackendGoneError(message) from None
+        self._hang_up(connection)
         raise _request_error(response.status, _error_body(text, response.status))
+
+    def _hang_up(self, connection: http.client.HTTPConnection) -> None:
+        """Close, also while another thread waits for data from it."""
+        self._connections.discard(connection)
+        if connection.sock is not None:
+            with contextlib.suppress(OSError):  # the other side was faster
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.close()
+
+    def _broken_off(self, error: Exception) -> BackendGoneError:
+        return BackendGoneError(f"{self._parts.netloc} broke off its answer: {error}")
 
 
 @asynccontextmanager
 async def open_backend(
-    options: EngineOptions | None, url: str | None, key: str | None, limit: int
+    options: EngineOptions | None, url: str | None, key: str | None, limit: int, engine: str | None = None
 ) -> AsyncIterator[Backend]:
-    """A backend: the server at `url`, or else an engine with `options`, ended afterwards."""
+    """An engine with `options`, ended afterwards; or without them the server at `url`.
+
+    limit: requests at once. engine: another class of engines than ours, as `module:name`.
+    Raises EngineFailedError when the engine can't start.
+    """
     if options is None:
-        assert url is not None
-        yield RemoteBackend(url, key)
+        remote = RemoteBackend(url or "", key, limit)
+        try:
+            yield remote
+        finally:
+            remote.close()
         return
     from firstlight.server.launch import exit_quietly
     from firstlight.server.local import local_service
+    from firstlight.server.spawn import ENGINE
 
     signal.signal(signal.SIGTERM, exit_quietly)
-    async with local_service(options, limit) as service:
+    async with local_service(options, limit, engine or ENGINE) as service:
         yield LocalBackend(service)
 
 
 def _request_error(status: int, body: dict[str, Any]) -> FirstlightError:
     """429 and 4xx are about the request, 5xx about the backend."""
-    return BackendGone(body["error"]["message"]) if status >= 500 else RequestError(status, body)
+    return BackendGoneError(body["error"]["message"]) if status >= 500 else RequestError(status, body)
 
 
 def _error_body(text: bytes, status: int) -> dict[str, Any]:

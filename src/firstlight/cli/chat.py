@@ -30,15 +30,13 @@ def command(
 ) -> None:
     """Chat with a model in the terminal."""
     options = None if url else load(EngineOptions, given)
-    import asyncio
-
-    sampling = {"temperature": temperature, "top_p": top_p}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
     if max_tokens is not None:
         sampling["max_tokens"] = max_tokens
-    asyncio.run(_chat(options, url, api_key, system, sampling))
+    _chat(options, url, api_key, system, sampling)
 
 
-async def _chat(
+def _chat(
     options: EngineOptions | None, url: str | None, key: str | None, system: str | None, sampling: dict[str, Any]
 ) -> None:
     import asyncio
@@ -48,37 +46,34 @@ async def _chat(
 
     from firstlight.cli.backend import RequestError, open_backend
 
-    console = Console(highlight=False, stderr=True)
+    console = Console(highlight=False, markup=False, stderr=True)
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
-    with console.status("loading the model ..."):
-        backend_context = open_backend(options, url, key, limit=8)
-        backend = await backend_context.__aenter__()
-    try:
-        if sys.stdin.isatty():
-            console.print(HELP, style="dim")
-        while True:
-            line = await asyncio.to_thread(_read_line)
-            if line is None or line == "/exit":
-                return
-            if line == "/clear":
-                messages = list(start)
-                continue
-            if line.startswith("/"):
+    # The event loop runs while the model answers, not while the user types: Ctrl-C then means what it always does.
+    with asyncio.Runner() as runner:
+        opening = open_backend(options, url, key, limit=8)
+        with console.status("loading the model ..."):
+            backend = runner.run(opening.__aenter__())
+        try:
+            if sys.stdin.isatty():
                 console.print(HELP, style="dim")
-                continue
-            if not line:
-                continue
-            messages.append({"role": "user", "content": line})
-            try:
-                answer = await _answer(backend, {"messages": messages, **sampling}, console)
-            except RequestError as error:
-                console.print(f"refused: {error}", style="red", markup=False)
-                messages.pop()
-            else:
-                messages.append({"role": "assistant", "content": answer})
-    finally:
-        await backend_context.__aexit__(None, None, None)
+            while (line := _read_line()) != "/exit":
+                if line == "/clear":
+                    messages = list(start)
+                elif line.startswith("/"):
+                    console.print(HELP, style="dim")
+                elif line:
+                    question = {"role": "user", "content": line}
+                    try:
+                        answer = runner.run(_answer(backend, {"messages": [*messages, question], **sampling}, console))
+                    except RequestError as error:
+                        console.print(f"refused: {error}", style="red")
+                    except KeyboardInterrupt:
+                        console.print("stopped; the question is forgotten", style="dim")
+                    else:
+                        messages += [question, {"role": "assistant", "content": answer}]
+        finally:
+            runner.run(opening.__aexit__(None, None, None))
 
 
 async def _answer(backend: Backend, fields: dict[str, Any], console: Any) -> str:
@@ -102,11 +97,11 @@ async def _answer(backend: Backend, fields: dict[str, Any], console: Any) -> str
     return "".join(texts)
 
 
-def _read_line() -> str | None:
-    """A line that the user typed, or None at the end of the input."""
+def _read_line() -> str:
+    """A line that the user typed; the end of the input is as good as /exit."""
     import sys
 
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
-        return None
+        return "/exit"

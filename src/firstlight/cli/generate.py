@@ -88,9 +88,12 @@ async def _generate(
                     seconds = asyncio.get_running_loop().time() - begin
                     progress.update(bar, advance=1, rate=f"{tokens / max(seconds, 1e-9):.0f} tokens/s")
 
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(parallel, len(lines))):
-                    group.create_task(work())
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(parallel, len(lines))):
+                        group.create_task(work())
+            except BaseExceptionGroup as failures:
+                raise failures.exceptions[0] from None  # the others say the same
             return refused
 
 

@@ -116,11 +116,15 @@ class OutputFile:
         os.close(self._descriptor)
 
     def write(self, line: InputLine, answer: dict[str, Any]) -> None:
-        """Append the answer to a line. Raises OSError when the disk is full."""
+        """Append the answer to a line. Raises FileError when the disk is full."""
         key = {"index": line.index} if line.id is None else {"index": line.index, "id": line.id}
         data = json.dumps({**key, **answer}, ensure_ascii=False).encode() + b"\n"
-        if os.write(self._descriptor, data) != len(data):
-            raise OSError(f"{self.path}: a line was cut short; is the disk full?")
+        try:
+            whole = os.write(self._descriptor, data) == len(data)
+        except OSError as error:
+            raise FileError(f"can't write {self.path}: {error.strerror}") from None
+        if not whole:
+            raise FileError(f"{self.path}: a line was cut short; is the disk full?")
 
     def _read(self) -> None:
         """Learn what is there, and cut off a torn last line."""

@@ -86,7 +86,7 @@ def _parameter(name: str, kind: type[Options], field: FieldInfo) -> inspect.Para
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[str | None, typer.Argument(help=help_text, show_default=False)],
+            annotation=Annotated[str | None, typer.Argument(help=help_text, show_default=False, metavar=name.upper())],
         )
     if field.annotation is bool:
         off = f"--no-{flag[2:]}"

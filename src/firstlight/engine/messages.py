@@ -78,7 +78,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """This request is not, and the others are unharmed; `status` and `message` as in scheduling's RequestRefused."""
+    """This request is not, and the others are unharmed; `status` and `message` as in scheduling's RequestRefusedError."""
 
     id: str
     status: int

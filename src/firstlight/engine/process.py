@@ -44,7 +44,7 @@ from firstlight.engine.messages import (
     encode,
 )
 from firstlight.errors import FirstlightError
-from firstlight.scheduling.errors import RequestRefused
+from firstlight.scheduling.errors import RequestRefusedError
 from firstlight.scheduling.request import Request
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class DrivenEngine(Protocol):
         """What was loaded, for people."""
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestRefused (or another FirstlightError or ValueError) for one that can never
+        """Queue a request. Raises RequestRefusedError (or another FirstlightError or ValueError) for one that can never
         run."""
 
     def abort(self, id: str) -> None:
@@ -138,7 +138,7 @@ class Loop:
         if isinstance(message, Generate):
             try:
                 self.engine.add(message.request())
-            except RequestRefused as refusal:
+            except RequestRefusedError as refusal:
                 self._send(Rejected(message.id, refusal.status, str(refusal)))
             except (FirstlightError, ValueError) as error:
                 self._send(Rejected(message.id, 400, str(error)))

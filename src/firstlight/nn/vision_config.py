@@ -53,7 +53,7 @@ class VisionConfig:
     def parse(cls, raw: Mapping[str, Any]) -> VisionConfig:
         """raw: the `vision_config` of a config.json. Raises ValueError, naming the field, its value and what is legal."""
         if not isinstance(raw, Mapping):
-            raise ValueError(f"config.json: vision_config is {type(raw).__name__}; it must be an object")  # noqa: TRY004 (a value of the user's, like the others)
+            raise ValueError(f"config.json: vision_config is {type(raw).__name__}; it must be an object")
         hidden, heads = _integer(raw, "hidden_size"), _integer(raw, "num_heads")
         if hidden % (4 * heads):
             raise ValueError(

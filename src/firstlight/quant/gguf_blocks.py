@@ -56,8 +56,7 @@ def bytes_per_row(columns: int, ggml_type: str) -> int:
     block = block_format(ggml_type)
     if columns % block.weights:
         raise ValueError(
-            f"a row of {columns} weights is not a whole number of {ggml_type} blocks "
-            f"of {block.weights} weights"
+            f"a row of {columns} weights is not a whole number of {ggml_type} blocks of {block.weights} weights"
         )
     return columns // block.weights * block.bytes
 
@@ -74,12 +73,13 @@ def dequantize(raw: Tensor, ggml_type: str, dtype: torch.dtype = torch.float32) 
         raise TypeError(f"raw GGUF rows must be uint8, not {raw.dtype}")
     if raw.shape[-1] % block.bytes:
         raise ValueError(
-            f"rows of {raw.shape[-1]} bytes are not a whole number of {ggml_type} blocks "
-            f"of {block.bytes} bytes"
+            f"rows of {raw.shape[-1]} bytes are not a whole number of {ggml_type} blocks of {block.bytes} bytes"
         )
     columns = raw.shape[-1] // block.bytes * block.weights
     if block.dtype is not None:
         return _view_as(raw, block.dtype).to(dtype)
+    if not raw.numel():
+        return raw.new_empty((*raw.shape[:-1], columns), dtype=dtype)
     blocks = raw.reshape(-1, block.bytes)
     values = _UNPACK[ggml_type](blocks)
     return values.reshape(*raw.shape[:-1], columns).to(dtype)

@@ -195,6 +195,8 @@ class Residency:
                     del self.pending[key]
             progress.node, progress.inserted = node, full
         self._attach_exports(progress)
+        if progress.draining and progress.preempted:
+            self._release_early(progress)
 
     def add_export(self, progress: Progress, length: int, slot: int, origin: Origin) -> None:
         """Notes that a plan writes the state after `length` tokens to `slot`."""
@@ -233,14 +235,16 @@ class Residency:
         progress.preempted = True
         self.metrics.preemptions += 1
         self.leave(progress)
-        if progress.draining:  # what is known of it can be had at once
-            self.insert(progress)
+        if progress.draining:
             self.unpin_source(progress)
             self._forget_pending(progress)
-            early = progress.pages[progress.first_page : progress.inserted]
-            self.pages.release(early + progress.shadows)
-            progress.first_page, progress.shadows = max(progress.first_page, progress.inserted), []
-            self.tree.offer(progress.node)
+            self.insert(progress)
+
+    def _release_early(self, progress: Progress) -> None:
+        """A preempted request keeps no hold on what is in the tree, so that others can have it before it is retired."""
+        self.pages.release(progress.pages[progress.first_page : progress.inserted] + progress.shadows)
+        progress.first_page, progress.shadows = max(progress.first_page, progress.inserted), []
+        self.tree.offer(progress.node)
 
     def leave(self, progress: Progress) -> None:
         """The request is in no further plan: it drains, or is retired if no plan with it is in flight."""

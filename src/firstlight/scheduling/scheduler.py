@@ -210,6 +210,7 @@ class Scheduler:
         for progress in self._prefilling[service]:
             if used >= budget:
                 break
+            progress.protected |= ahead
             used += draft.grant(progress, budget - used, self._chunk_multiple)
         queue, position = self._waiting[service], 0
         while not pause and used < budget and position < min(len(queue), SCAN):

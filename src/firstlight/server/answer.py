@@ -15,12 +15,12 @@ from firstlight.scheduling.sampling import FinishReason
 
 
 class TextDecoder(Protocol):
-    """Incremental detokenising: what `weights.text_stream` does."""
+    """Incremental detokenising: what `weights.tokenizer.TextStream` does."""
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete; bytes of an unfinished character wait for the next call."""
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """What is left at the end."""
 
 
@@ -79,7 +79,7 @@ class Answer:
         if not self._stop_strings:
             text = self._decoder.push(self._shown(tokens, finish_reason))
             if finish_reason is not None:
-                text += self._decoder.finish()
+                text += self._decoder.flush()
             return self._piece(text, tokens, finish_reason)
 
         text = ""
@@ -90,7 +90,7 @@ class Answer:
             if stopped:
                 return self._piece(text, tokens[:count], FinishReason.STOP)
         if finish_reason is not None:
-            new_text, stopped = self._until_stop(self._decoder.finish())
+            new_text, stopped = self._until_stop(self._decoder.flush())
             text += new_text
             if stopped:
                 finish_reason = FinishReason.STOP

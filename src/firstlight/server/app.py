@@ -104,8 +104,8 @@ class _Api:
 
 
 async def _events(run: Run, reply: Reply, count: int) -> AsyncGenerator[bytes, None]:
-    for chunk in reply.first_chunks(count):
-        yield event(chunk)
+    for first in reply.first_chunks(count):
+        yield event(first)
     async for pieces in run.pieces():
         chunks = [chunk for piece in pieces if (chunk := reply.chunk(piece)) is not None]
         if chunks:

@@ -34,16 +34,16 @@ from firstlight.engine.messages import (
 )
 from firstlight.scheduling.sampling import FinishReason, SamplingParams, ServiceClass
 from firstlight.server.metrics import Metrics
-from firstlight.server.spawn import EngineFailed, EngineProcess
+from firstlight.server.spawn import EngineFailedError, EngineProcess
 
 logger = logging.getLogger(__name__)
 
 
-class QueueFull(Exception):
+class QueueFullError(Exception):
     """As many requests wait as may. The message says how many."""
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The engine can't run this request; see messages.Rejected."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -58,7 +58,7 @@ class Generation:
     changed: may be shared by several generations, whose owner waits for news of any of them.
     only_end: `changed` is set only when nothing more will come, for owners that want the whole answer.
     fresh: tokens that nobody has taken yet.
-    error: what ended it early, QueueFull excepted.
+    error: what ended it early, QueueFullError excepted.
     """
 
     id: str
@@ -101,7 +101,7 @@ class EngineClient:
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
         self._loop = asyncio.get_running_loop()
         self._closing = False
-        self.failure: EngineFailed | None = None
+        self.failure: EngineFailedError | None = None
         self.on_failure: Callable[[], object] = lambda: None
         self._reader = asyncio.create_task(self._read(), name="engine-reader")
         process.watch(lambda: self._loop.call_soon_threadsafe(self._process_ended))
@@ -115,14 +115,14 @@ class EngineClient:
         arrival: float,
         only_end: bool,
     ) -> list[Generation]:
-        """Start all prompts, or none. Raises QueueFull, or EngineFailed when the engine is gone.
+        """Start all prompts, or none. Raises QueueFullError, or EngineFailedError when the engine is gone.
 
         arrival: the request's time.monotonic(). Whoever gets the generations calls `release` with them in the end.
         """
         if self.failure is not None:
             raise self.failure
         if len(self._live) + len(prompts) > self._limit:
-            raise QueueFull(f"{len(self._live)} requests are running or waiting; the limit is {self._limit}")
+            raise QueueFullError(f"{len(self._live)} requests are running or waiting; the limit is {self._limit}")
         changed = asyncio.Event()
         generations = []
         for prompt, parameters in zip(prompts, sampling, strict=True):
@@ -153,7 +153,7 @@ class EngineClient:
         self._closing = True
         self._reader.cancel()
         await asyncio.wait([self._reader])
-        self._fail(EngineFailed("the server shuts down"))
+        self._fail(EngineFailedError("the server shuts down"))
         await asyncio.to_thread(self._process.close)
 
     def _send(self, message: ToEngine) -> None:
@@ -177,7 +177,7 @@ class EngineClient:
                             generation.changed.set()
             elif isinstance(message, Rejected):
                 if (rejected := self._live.pop(message.id, None)) is not None:
-                    rejected.error = Refused(message.status, message.message)
+                    rejected.error = RefusedError(message.status, message.message)
                     rejected.changed.set()
             elif isinstance(message, EngineStats):
                 self._stats = message
@@ -186,7 +186,7 @@ class EngineClient:
                         waiter.set_result(message)
                 self._stats_waiters.clear()
             elif isinstance(message, Failed):
-                self._fail(EngineFailed(message.message))
+                self._fail(EngineFailedError(message.message))
 
     def _distribute(self, deltas: list[Delta]) -> None:
         now = time.monotonic()
@@ -210,9 +210,9 @@ class EngineClient:
 
     def _process_ended(self) -> None:
         # What it sent before it died, its own account of why included, may still be in the socket.
-        self._loop.call_later(0.2, lambda: self._fail(EngineFailed(self._process.obituary())))
+        self._loop.call_later(0.2, lambda: self._fail(EngineFailedError(self._process.obituary())))
 
-    def _fail(self, failure: EngineFailed) -> None:
+    def _fail(self, failure: EngineFailedError) -> None:
         """End every generation with `failure`; the first one stays."""
         if self.failure is not None:
             return

@@ -50,7 +50,7 @@ async def run(
     engine_options: EngineOptions,
     server_options: ServerOptions,
 ) -> None:
-    """Serve on `listener` until a signal, then drain. Raises EngineFailed if the engine died."""
+    """Serve on `listener` until a signal, then drain. Raises EngineFailedError if the engine died."""
     name = server_options.served_name or model_name(engine_options.model)
     limit = engine_options.max_running + server_options.max_waiting
     service = open_service(process, started, tokenizer, name, engine_options.seed, limit)

@@ -25,14 +25,14 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions, engine: 
     """Serve until SIGINT or SIGTERM.
 
     Prints `firstlight: ready on URL (model NAME)` on stderr when requests can be sent.
-    Raises StartError or EngineFailed when it can't start, and EngineFailed when the engine died.
+    Raises StartError or EngineFailedError when it can't start, and EngineFailedError when the engine died.
     """
     listener = listen(server_options)
     logging.basicConfig(level=logging.INFO, format="firstlight: %(levelname)s: %(message)s")
     signal.signal(signal.SIGTERM, exit_quietly)
     with listener, EngineProcess(engine_options, engine) as process:
         from firstlight.server.http import run  # slow to import, while the engine loads
-        from firstlight.server.local import load_tokenizer
+        from firstlight.weights.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(engine_options.model)
         started = process.wait_started()

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-
 from firstlight.config import EngineOptions
 from firstlight.engine.messages import Started
-from firstlight.errors import TokenizerError
 from firstlight.server.engine_client import EngineClient
 from firstlight.server.metrics import Metrics
 from firstlight.server.service import Service
-from firstlight.server.spawn import ENGINE, EngineProcess
-from firstlight.weights.checkpoint import open_checkpoint
-from firstlight.weights.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
+from firstlight.server.spawn import EngineProcess
+from firstlight.weights.tokenizer import Tokenizer, load_tokenizer
 
 
 def model_name(model: str) -> str:
@@ -28,15 +22,6 @@ def model_name(model: str) -> str:
     if path.suffix == ".json":
         return path.parent.name if path.name == "config.json" else path.stem
     return path.stem if path.suffix == ".gguf" else path.name
-
-
-def load_tokenizer(model: str) -> Tokenizer | None:
-    """The checkpoint's tokenizer, or None (said in the log) if it has none. Raises CheckpointError."""
-    try:
-        return open_checkpoint(model).tokenizer()
-    except TokenizerError as error:
-        logger.warning("only token ids are served: %s", error)
-        return None
 
 
 def open_service(
@@ -48,8 +33,8 @@ def open_service(
 
 
 @asynccontextmanager
-async def local_service(options: EngineOptions, limit: int, engine: str = ENGINE) -> AsyncIterator[Service]:
-    """Start an engine, serve from it, end it. Raises EngineFailed when it can't start."""
+async def local_service(options: EngineOptions, limit: int, engine: str) -> AsyncIterator[Service]:
+    """Start an engine, serve from it, end it. Raises EngineFailedError when it can't start."""
     with EngineProcess(options, engine) as process:
         tokenizer = load_tokenizer(options.model)
         started = await asyncio.to_thread(process.wait_started)

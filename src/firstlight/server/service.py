@@ -19,13 +19,12 @@ from firstlight.engine.messages import Started
 from firstlight.errors import FirstlightError
 from firstlight.scheduling.sampling import FinishReason, SamplingParams, ServiceClass
 from firstlight.server.answer import Answer, Piece, joined
-from firstlight.server.engine_client import EngineClient, Generation, QueueFull, Refused
+from firstlight.server.engine_client import EngineClient, Generation, QueueFullError, RefusedError
 from firstlight.server.errors import ApiError, bad_request
 from firstlight.server.metrics import Metrics
 from firstlight.server.protocol import SEED_LIMIT, ChatRequest, CompletionRequest, GenerationRequest
-from firstlight.server.spawn import EngineFailed
-from firstlight.weights.text_stream import TextStream
-from firstlight.weights.tokenizer import Tokenizer
+from firstlight.server.spawn import EngineFailedError
+from firstlight.weights.tokenizer import TextStream, Tokenizer
 
 INLINE_CHARACTERS = 2000
 """Texts up to this long are tokenised in the event loop (well under a millisecond); longer ones in a thread."""
@@ -122,10 +121,10 @@ class Service:
             generations = self.client.submit(
                 job.prompts, job.sampling, job.service_class, arrival=job.arrival, only_end=only_end
             )
-        except QueueFull as full:
+        except QueueFullError as full:
             self.metrics.turned_away(job.service_class, "queue_full")
             raise ApiError(429, f"{full}; try again later", code="queue_full") from None
-        except EngineFailed as failure:
+        except EngineFailedError as failure:
             self.metrics.turned_away(job.service_class, "failed")
             raise engine_gone(failure) from None
         answers = [
@@ -243,7 +242,7 @@ class Service:
         return int.from_bytes(digest) >> 1
 
     def _text_stream(self) -> TextStream | None:
-        return None if self.tokenizer is None else self.tokenizer.stream()
+        return None if self.tokenizer is None else TextStream(self.tokenizer)
 
 
 class Run:
@@ -292,7 +291,7 @@ class Run:
         """Abort what still runs, and count how each prompt ended."""
         self._service.client.release(self._generations)
         for generation, answer in zip(self._generations, self._answers, strict=True):
-            if isinstance(generation.error, Refused):
+            if isinstance(generation.error, RefusedError):
                 outcome = "refused"
             elif generation.error is not None:
                 outcome = "failed"
@@ -302,7 +301,7 @@ class Run:
 
     def _raise_errors(self) -> None:
         for generation in self._generations:
-            if isinstance(generation.error, Refused):
+            if isinstance(generation.error, RefusedError):
                 raise ApiError(generation.error.status, str(generation.error), code="request_refused")
             if generation.error is not None:
                 raise engine_gone(generation.error)

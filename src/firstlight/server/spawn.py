@@ -38,7 +38,7 @@ SHUTDOWN_SECONDS = 5.0
 """How long the engine gets to end a step and free its devices, before SIGTERM, and again before SIGKILL."""
 
 
-class EngineFailed(FirstlightError):
+class EngineFailedError(FirstlightError):
     """The engine could not start, or died. The message is for people."""
 
 
@@ -81,19 +81,19 @@ class EngineProcess:
         return self._process.poll() is None
 
     def wait_started(self) -> Started:
-        """Wait until the model is loaded. Raises EngineFailed when it can't be, or the process dies on the way."""
+        """Wait until the model is loaded. Raises EngineFailedError when it can't be, or the process dies on the way."""
         while True:
             ready = self.socket.poll(100)
             if not ready:
                 if self.alive or self.socket.poll(0):
                     continue
-                raise EngineFailed(self.obituary())
+                raise EngineFailedError(self.obituary())
             message = decode_from_engine(self.socket.recv())
             if isinstance(message, Started):
                 self._started = True
                 return message
             if isinstance(message, Failed):
-                raise EngineFailed(message.message)
+                raise EngineFailedError(message.message)
 
     def watch(self, on_death: Callable[[], object]) -> None:
         """Call `on_death` from another thread when the process ends."""

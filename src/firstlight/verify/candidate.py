@@ -27,11 +27,15 @@ Values = Callable[[str], Call]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a module of ours gave in one step, beside the reference's: pairs of [T, N], and the rows they belong to."""
+    """What a module of ours gave in one step, beside the reference's: pairs of [T, N]; or how it failed.
+
+    gap: [T], how clear the reference's choice of experts is; see `routing_gaps`.
+    """
 
     path: str
     pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    tied: torch.Tensor | None
+    gap: torch.Tensor | None = None
+    failure: str = ""
 
 
 class Candidate:
@@ -49,7 +53,6 @@ class Candidate:
             caches(model), pages=count * width + 1, slots=2 * count + 1, page_size=PAGE_SIZE, device=device
         )
         bind_caches(model, self.pool)
-        self.permutation = torch.arange(LONG).flip(0)
 
     def reset(self) -> None:
         """Poison every page and slot, the null ones too."""
@@ -135,7 +138,7 @@ class Candidate:
 
     # ------------------------------------------------------------------------------------------------ running
 
-    def run_whole(self, step: StepBatch, rows: tuple[Row, ...], records: list[Record]) -> list[Answer]:
+    def run_whole(self, step: StepBatch, rows: tuple[Row, ...], records: list[Record]) -> Iterator[Answer]:
         """The model as it is served: the residual stream after every layer, and the logits."""
         values = self._values(rows, records)
         streams: dict[str, torch.Tensor] = {}
@@ -151,15 +154,18 @@ class Candidate:
 
         for i, layer in enumerate(self.model.layers):
             hooks.append(layer.register_forward_hook(watch(f"layers.{i}")))
+        failure, logits = "", None
         try:
             logits = self.model(step)
+        except Exception as error:  # whatever a module raises is a finding about it
+            failure = _failure(error)
         finally:
             for hook in hooks:
                 hook.remove()
-        answers = [
-            Answer(path, ((stream, values(path).outputs[0]),), values(path).tied) for path, stream in streams.items()
-        ]
-        return [*answers, Answer("lm_head", ((logits.flip(0), values("lm_head").outputs[0]),), None)]
+        for path, stream in streams.items():
+            yield Answer(path, ((stream, values(path).outputs[0]),), values(path).gap)
+        pairs = () if logits is None else ((logits.flip(0), values("lm_head").outputs[0]),)
+        yield Answer("lm_head", pairs, failure=failure)
 
     def run_modules(self, step: StepBatch, rows: tuple[Row, ...], records: list[Record]) -> Iterator[Answer]:
         """Every module that the records know but whole layers, each on the reference's inputs."""
@@ -169,18 +175,25 @@ class Candidate:
             if path.count(".") == 1:
                 continue
             call = values(path)
-            yield Answer(path, tuple(zip(self._run(path, step, call, angles), call.outputs, strict=True)), call.tied)
+            try:
+                yield Answer(path, tuple(zip(self._run(path, step, call, angles), call.outputs, strict=True)), call.gap)
+            except Exception as error:
+                yield Answer(path, (), failure=_failure(error))
 
     def run_layers(self, step: StepBatch, rows: tuple[Row, ...], records: list[Record]) -> Iterator[Answer]:
         """Every layer as a whole on the reference's inputs: what its modules don't show is in how they are wired."""
         values = self._values(rows, records)
         for i, layer in enumerate(self.model.layers):
-            call = values(f"layers.{i}")
+            path = f"layers.{i}"
+            call = values(path)
             hidden, residual = (self._cast(value) for value in call.inputs)
             assert residual is not None
             carry = Carry(residual=residual, angles=values("rotary").outputs[0], hidden=hidden)
-            layer(step, carry)
-            yield Answer(f"layers.{i}", ((_stream(carry), call.outputs[0]),), call.tied)
+            try:
+                layer(step, carry)
+                yield Answer(path, ((_stream(carry), call.outputs[0]),), call.gap)
+            except Exception as error:
+                yield Answer(path, (), failure=_failure(error))
 
     def _run(self, path: str, step: StepBatch, call: Call, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         module = self.model.get_submodule(path)
@@ -203,8 +216,8 @@ class Candidate:
                 None if parts[0] is None else cut(list(parts)) for parts in zip(*(call.inputs for call in calls), strict=True)
             )
             outputs = tuple(cut(list(parts)) for parts in zip(*(call.outputs for call in calls), strict=True))
-            tied = [call.tied for call in calls if call.tied is not None]
-            return Call(inputs, outputs, cut(tied) if len(tied) == len(calls) else None)
+            gaps = [call.gap for call in calls if call.gap is not None]
+            return Call(inputs, outputs, cut(gaps) if len(gaps) == len(calls) else None)
 
         return values
 
@@ -215,3 +228,7 @@ class Candidate:
 def _stream(carry: Carry) -> torch.Tensor:
     """The residual stream with what the last block adds to it, in float32."""
     return carry.residual.float() if carry.hidden is None else carry.residual.float() + carry.hidden.float()
+
+
+def _failure(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from firstlight.verify.compare import Tolerance, ties
+from firstlight.verify.compare import routing_gaps
 from firstlight.verify.workload import Sequence
 from firstlight.weights.stored import StoredTensor
 
@@ -22,11 +22,11 @@ QUIET_RMS = 1e-3
 
 @dataclass(slots=True)
 class Call:
-    """A module's call on one sequence: inputs and outputs are [T, ...]; tied: [T], rows where routing is a toss-up."""
+    """A module's call on one sequence: inputs and outputs are [T, ...]; gap: [T], see `routing_gaps`, of modules that route."""
 
     inputs: tuple[torch.Tensor | None, ...]
     outputs: tuple[torch.Tensor, ...]
-    tied: torch.Tensor | None = None
+    gap: torch.Tensor | None = None
 
 
 Record = dict[str, Call]
@@ -36,18 +36,15 @@ Record = dict[str, Call]
 class Reference:
     """transformers' model with the given tensors."""
 
-    def __init__(
-        self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], device: torch.device, tolerance: Tolerance
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
         """config: a config.json. tensors: by the names that `published_names` gives. Raises CheckpointError."""
         from firstlight.verify.reference_weights import build_reference
 
-        self.device, self.tolerance = device, tolerance
+        self.device = device
         self.model = build_reference(config, tensors, device)
         base = self.model.model
         self.text = getattr(base, "language_model", base)
         self.modules = self._modules()
-        self.quiet: Record | None = None
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         """The reference's modules by our paths."""
@@ -87,7 +84,7 @@ class _Observer:
         self.reference, self.quiet = reference, quiet
         self.given: dict[str, torch.Tensor] = {}
         self.gave: dict[str, torch.Tensor] = {}
-        self.tied: dict[str, torch.Tensor] = {}
+        self.gaps: dict[str, torch.Tensor] = {}
         self.quiet_calls: Record = {}
 
     def watch(self, path: str) -> Any:
@@ -110,7 +107,7 @@ class _Observer:
         """A forward hook of a router, whose first output is its logits, [T, experts]."""
 
         def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.tied[path] = ties(_first(output), module.top_k, self.reference.tolerance.tie)  # type: ignore[arg-type]
+            self.gaps[path] = routing_gaps(_first(output), module.top_k)  # type: ignore[arg-type]
 
         return hook
 
@@ -119,14 +116,14 @@ class _Observer:
     ) -> None:
         small = given * (QUIET_RMS / given.square().mean().sqrt())
         # `forward` and not a call: a module's own hooks stay out of it, its router's are wanted.
-        tied = self.tied.get(path)
+        gap = self.gaps.get(path)
         out = _first(module.forward(small, *args[1:], **kwargs) if args else module.forward(**{**kwargs, "hidden_states": small}))
-        quiet_tied = self.tied.get(path)
-        if tied is not None:
-            self.tied[path] = tied
+        quiet_gap = self.gaps.get(path)
+        if gap is not None:
+            self.gaps[path] = gap
         outputs = (out[0],) if path.endswith(("mixer", "mlp")) else (out[0], small[0])
         inputs = (small[0],) if path.endswith(("mixer", "mlp")) else (None, small[0])
-        self.quiet_calls[path] = Call(inputs, outputs, quiet_tied)
+        self.quiet_calls[path] = Call(inputs, outputs, quiet_gap)
 
     def record(self) -> Record:
         """The calls of every module, with the terms of the sums that our norms take."""
@@ -140,8 +137,8 @@ class _Observer:
             record[first] = Call((hidden, residual), (gave[first], given[first]))
             record[mixer] = Call((given[mixer],), (gave[mixer],))
             record[second] = Call((gave[mixer], given[first]), (gave[second], given[second]))
-            record[mlp] = Call((given[mlp],), (gave[mlp],), self.tied.get(mlp))
-            record[path] = Call((hidden, residual), (gave[path],), self.tied.get(mlp))
+            record[mlp] = Call((given[mlp],), (gave[mlp],), self.gaps.get(mlp))
+            record[path] = Call((hidden, residual), (gave[path],), self.gaps.get(mlp))
             hidden, residual = gave[mlp], given[second]
         record["norm"] = Call((hidden, residual), (gave["norm"], given["norm"]))
         record["lm_head"] = Call((given["lm_head"],), (gave["lm_head"],))

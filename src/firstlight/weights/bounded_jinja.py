@@ -16,11 +16,8 @@ parsed template that puts loops, literals, comparisons and slices through filter
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from functools import wraps
-from itertools import chain
 from typing import Any, NoReturn
 
 import jinja2
@@ -29,106 +26,51 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-TURN, ITEM, MACRO = 10, 4, 200
-"""Prices in units: a loop's turn, operator, filter, test or call; a value looked at; a macro's call. A character of text
-is 1. They are near enough the time these take for 10 million units to be spent in about two seconds."""
+from firstlight.weights.template_budget import (
+    MACRO,
+    MAX_INTEGER_BITS,
+    PRICES,
+    TURN,
+    Budget,
+    OverBudget,
+    current_budget,
+    price_format,
+    price_join,
+    price_replace,
+)
 
 ITERATE, CONCATENATE, CHARGE_CONTENTS, CHARGE_LENGTH = "iterate ", "concatenate ", "charge contents ", "charge length "
 """Our own filters; the spaces keep their names out of a template's grammar."""
 
-MAX_INTEGER_BITS = 4096
 MAX_FILTER_OPTION = 10_000
-MAX_FORMAT_WIDTH_DIGITS = 4
 
 UNWANTED_FILTERS = ("center", "pprint", "random", "urlize", "wordwrap", "xmlattr")
 KEPT_GLOBALS = ("range", "joiner", "cycler")
-LENGTH_FILTERS = frozenset(
-    "attr batch count d default first items last length list map reject rejectattr reverse select selectattr slice".split()
-)
+# fmt: off
+LENGTH_FILTERS = frozenset((
+    "attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject",
+    "rejectattr", "reverse", "select", "selectattr", "slice",
+))
 """Filters that don't look into what they hand on: they cost its length. All others cost its contents."""
-CONTENT_TESTS = frozenset("== != eq equalto ne in > >= < <= gt ge lt le greaterthan lessthan".split())
+CONTENT_TESTS = frozenset((
+    "==", "!=", "eq", "equalto", "ne", "in", ">", ">=", "<", "<=", "gt", "ge", "lt", "le", "greaterthan", "lessthan",
+))
 """Tests that compare, and so look into values; all others cost a length."""
 
 METHODS: dict[type, frozenset[str]] = {
-    str: frozenset(
-        "capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit isidentifier "
-        "islower isnumeric isprintable isspace istitle isupper join lower lstrip partition removeprefix removesuffix "
-        "replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title upper".split()
-    ),
+    str: frozenset((
+        "capitalize", "casefold", "count", "endswith", "find", "format", "index", "isalnum", "isalpha", "isascii",
+        "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle",
+        "isupper", "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind",
+        "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase",
+        "title", "upper",
+    )),
     dict: frozenset(("copy", "get", "items", "keys", "values")),
     list: frozenset(("copy", "count", "index")),
     tuple: frozenset(("count", "index")),
 }
+# fmt: on
 """Methods of plain values that a template may call; none of them can make much out of little, but for those priced."""
-
-
-class OverBudget(Exception):
-    """The template did more than its budget allows."""
-
-
-class Budget:
-    """Units left to spend."""
-
-    def __init__(self, units: int) -> None:
-        self.left = units
-
-    def charge(self, units: int) -> None:
-        """Spend `units`. Raises OverBudget if there are not so many."""
-        self.left -= units
-        if self.left < 0:
-            raise OverBudget("it loops too long or makes too much text")
-
-    def charge_length(self, *values: Any) -> None:
-        """Spend the lengths of values, whatever their items are."""
-        for value in values:
-            if isinstance(value, (str, list, tuple, dict)):
-                self.charge(1 + len(value))
-            elif isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
-                raise OverBudget(f"an integer has more than {MAX_INTEGER_BITS} bits")
-
-    def charge_contents(self, value: Any) -> Any:
-        """Spend the size of all that is in a value, by a walk that stops when the budget does; returns the value."""
-        pending = [value]
-        while pending:
-            item = pending.pop()
-            if isinstance(item, str):
-                self.charge(1 + len(item))
-            elif isinstance(item, (list, tuple, set, frozenset)):
-                self.charge(ITEM * (1 + len(item)))
-                pending.extend(item)
-            elif isinstance(item, dict):
-                self.charge(ITEM * (1 + 2 * len(item)))
-                pending.extend(chain(item.keys(), item.values()))
-            elif isinstance(item, int) and item.bit_length() > MAX_INTEGER_BITS:
-                raise OverBudget(f"an integer has more than {MAX_INTEGER_BITS} bits")
-            else:
-                self.charge(1)
-        return value
-
-
-_budget: ContextVar[Budget] = ContextVar("budget")
-
-
-class spending:  # noqa: N801 - used as a statement
-    """`with spending(units): ...` gives what is compiled or rendered inside a budget of its own."""
-
-    def __init__(self, units: int) -> None:
-        self._units = units
-
-    def __enter__(self) -> Budget:
-        budget = Budget(self._units)
-        self._token = _budget.set(budget)
-        return budget
-
-    def __exit__(self, *error: object) -> None:
-        _budget.reset(self._token)
-
-
-def measure(value: Any, limit: int) -> int:
-    """Size of a value in units, at most `limit`. Raises OverBudget if it is larger."""
-    budget = Budget(limit)
-    budget.charge_contents(value)
-    return limit - budget.left
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -143,10 +85,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
         for name in UNWANTED_FILTERS:
             del self.filters[name]
-        for name, function in self.filters.items():
+        for name in list(self.filters):
+            function: Any = self.filters[name]
             self.filters[name] = _charged(function, name not in LENGTH_FILTERS, PRICES.get(name))
-        for name, function in self.tests.items():
-            self.tests[name] = _charged(function, name in CONTENT_TESTS, None)
+        for name in list(self.tests):
+            test: Any = self.tests[name]
+            self.tests[name] = _charged(test, name in CONTENT_TESTS, None)
         self.filters[ITERATE] = _iterate
         self.filters[CHARGE_CONTENTS] = _charge_contents
         self.filters[CHARGE_LENGTH] = _charge_length
@@ -163,7 +107,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operator that can grow things, priced."""
-        budget = _budget.get()
+        budget = current_budget.get()
         if operator == "*":
             for sequence, times in ((left, right), (right, left)):
                 if isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
@@ -172,16 +116,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if left.bit_length() * max(right, 0) > MAX_INTEGER_BITS:
                 raise OverBudget(f"a power has more than {MAX_INTEGER_BITS} bits")
         elif operator == "%" and isinstance(left, str):
-            _price_format(left, right)
+            price_format(left, right)
         budget.charge(TURN)
         budget.charge_length(left, right)
         result = super().call_binop(context, operator, left, right)
         budget.charge_length(result)
         return result
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """A call, priced by its arguments and its result."""
-        budget = _budget.get()
+        budget = current_budget.get()
         budget.charge(MACRO + __self.fixed_text if isinstance(__obj, Macro) else TURN)
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
@@ -205,12 +149,12 @@ def _priced_method(
     else:
         budget.charge_length(owner)
     if name == "replace":
-        _price_replace(owner, *args)
+        price_replace(owner, *args)
     elif name == "join" and args:
         args = (_listed(args[0]),)
-        _price_join(args[0], owner)
+        price_join(args[0], owner)
     elif name == "format":
-        _price_format(owner, *args, *kwargs.values())
+        price_format(owner, *args, *kwargs.values())
     return args
 
 
@@ -227,7 +171,7 @@ class _TemplateNamespace(Namespace):
 
 
 def _charge_output(value: Any) -> Any:
-    return _budget.get().charge_contents(value)
+    return current_budget.get().charge_contents(value)
 
 
 def _charged(function: Callable[..., Any], contents: bool, price: Callable[..., None] | None) -> Callable[..., Any]:
@@ -236,7 +180,7 @@ def _charged(function: Callable[..., Any], contents: bool, price: Callable[..., 
 
     @wraps(function)
     def charged(*args: Any, **kwargs: Any) -> Any:
-        budget = _budget.get()
+        budget = current_budget.get()
         budget.charge(TURN)
         values = [*args[context_arguments:], *kwargs.values()]
         if price is not None and values:
@@ -266,7 +210,7 @@ def _listed(value: Any) -> Any:
 @jinja2.pass_context  # keeps Jinja from evaluating it once and for all at compile time; so for the next three
 def _iterate(context: Context | None, values: Any, fixed_text: int = 0) -> Iterator[Any]:
     """The items of a loop, each paid for."""
-    budget = _budget.get()
+    budget = current_budget.get()
     for value in values:
         budget.charge(TURN + fixed_text)
         yield value
@@ -274,57 +218,20 @@ def _iterate(context: Context | None, values: Any, fixed_text: int = 0) -> Itera
 
 @jinja2.pass_context
 def _charge_contents(context: Context, value: Any) -> Any:
-    return _budget.get().charge_contents(value)
+    return current_budget.get().charge_contents(value)
 
 
 @jinja2.pass_context
 def _charge_length(context: Context, value: Any) -> Any:
-    _budget.get().charge_length(value)
+    current_budget.get().charge_length(value)
     return value
 
 
 @jinja2.pass_context
 def _concatenate(context: Context, parts: list[Any]) -> str:
     """The ~ operator."""
-    _budget.get().charge_contents(parts)
+    current_budget.get().charge_contents(parts)
     return "".join(map(str, parts))
-
-
-def _price_replace(text: Any, old: Any = "", new: Any = "", *count: Any) -> None:
-    _budget.get().charge(str(text).count(str(old)) * len(str(new)))
-
-
-def _price_join(items: Any, d: Any = "", attribute: Any = None) -> None:
-    _budget.get().charge((len(items) if hasattr(items, "__len__") else 0) * len(str(d)))
-
-
-def _price_indent(s: Any, width: Any = 4, *options: Any, **more: Any) -> None:
-    step = len(width) if isinstance(width, str) else int(width)
-    _budget.get().charge((1 + str(s).count("\n")) * max(step, 0))
-
-
-def _price_sum(iterable: Any, attribute: Any = None, start: Any = 0) -> None:
-    if not isinstance(start, (int, float)):
-        raise OverBudget("the sum filter is for numbers")
-
-
-def _price_format(text: str, *values: Any, **more: Any) -> None:
-    """Both ways of formatting: a width of five digits or from an argument is refused; each field may hold any value."""
-    if re.search(rf"\d{{{MAX_FORMAT_WIDTH_DIGITS + 1}}}|%[-+ #0]*\*|%.*\.\*|\{{[^}}]*\{{", text):
-        raise OverBudget("a format states too large a width")
-    fields = text.count("{") + text.count("%")
-    budget = _budget.get()
-    budget.charge(fields * (measure((values, more), max(budget.left, 0)) + 10**MAX_FORMAT_WIDTH_DIGITS))
-
-
-PRICES: dict[str, Callable[..., None]] = {
-    "replace": _price_replace,
-    "join": _price_join,
-    "indent": _price_indent,
-    "sum": _price_sum,
-    "format": _price_format,
-}
-"""What filters that can grow things cost beyond their contents."""
 
 
 def _refuse(node: nodes.Node, what: str) -> NoReturn:
@@ -337,7 +244,7 @@ def _fixed_text(node: nodes.Node) -> int:
     return constants + sum(len(data.data) for data in node.find_all(nodes.TemplateData))
 
 
-def _filtered(node: nodes.Expr, name: str, *options: int) -> nodes.Filter:
+def _filtered(node: Any, name: str, *options: int) -> nodes.Filter:
     arguments: list[nodes.Expr] = [nodes.Const(option) for option in options]
     return nodes.Filter(node, name, arguments, [], None, None, lineno=node.lineno)
 

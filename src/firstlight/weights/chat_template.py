@@ -18,7 +18,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from firstlight.errors import ChatTemplateError
-from firstlight.weights.bounded_jinja import BoundedEnvironment, OverBudget, measure, spending
+from firstlight.weights.bounded_jinja import BoundedEnvironment
+from firstlight.weights.template_budget import OverBudget, measure, spending
 
 MAX_TEMPLATE_CHARACTERS = 262_144
 MAX_INPUT_UNITS = 100_000_000
@@ -37,7 +38,7 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Refused(Exception):
+class _Refused(Exception):  # noqa: N818 - it is what happened
     """The template called raise_exception."""
 
 

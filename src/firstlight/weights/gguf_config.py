@@ -12,6 +12,7 @@ import torch
 from firstlight.errors import CheckpointError
 from firstlight.quant.gguf_blocks import dequantize
 from firstlight.weights.gguf_file import GgufFile
+from firstlight.weights.stored import bytes_at
 
 ROPE_FACTORS = "rope_freqs.weight"
 """A tensor that llama files have instead of rope scaling metadata: what each rotary frequency is divided by."""
@@ -89,7 +90,9 @@ def _common(metadata: _Metadata) -> dict[str, Any]:
         "head_dim": metadata.count("attention.key_length", max(hidden // heads, 1)),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": metadata.count("context_length"),
-        "vocab_size": metadata.count("vocab_size", len(metadata.file.metadata.get("tokenizer.ggml.tokens", ())) or None),
+        "vocab_size": metadata.count(
+            "vocab_size", len(metadata.file.metadata.get("tokenizer.ggml.tokens", ())) or None
+        ),
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in metadata.file.entries,
         "tie_word_embeddings": "output.weight" not in metadata.file.entries,
@@ -225,7 +228,7 @@ def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, An
     if entry is None:
         return None
     if entry.ggml_type == "F32" and entry.shape == (head_dim // 2,):
-        raw = file.mapped.bytes_at(entry.start, entry.start + entry.nbytes)
+        raw = bytes_at(file.mapped, entry.start, entry.start + entry.nbytes)
         stored = dequantize(raw, entry.ggml_type, torch.float64).numpy()
         factor = round(float(stored.max()), 4)
         if factor >= 1 and np.allclose(stored, llama3_factors(theta, head_dim, factor), rtol=1e-3):

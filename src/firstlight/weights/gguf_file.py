@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from firstlight.errors import CheckpointError
-from firstlight.weights.stored import MappedFile, count_elements, quoted
+from firstlight.errors import CheckpointError, quoted
+from firstlight.weights.mapped_file import MappedFile
 
 SUPPORTED_VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
@@ -84,7 +85,7 @@ class GgufFile:
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise CheckpointError(f"{where}: {dimensions} dimensions; a GGUF tensor has 1 to {MAX_DIMENSIONS}")
         shape = tuple(reader.number("<Q") for _ in range(dimensions))[::-1]
-        if min(shape) == 0 or count_elements(shape) >= 2**63:
+        if min(shape) == 0 or prod(shape) >= 2**63:
             raise CheckpointError(f"{where}: impossible shape {list(shape)}")
         type_number = reader.number("<I")
         try:
@@ -110,7 +111,7 @@ class GgufFile:
                 raise CheckpointError(
                     f"{where}: rows of {shape[-1]} are not a whole number of {ggml_type} blocks of {block_weights}"
                 )
-            nbytes = count_elements(shape) // block_weights * block_bytes
+            nbytes = prod(shape) // block_weights * block_bytes
             start = data_start + offset
             if offset % alignment:
                 raise CheckpointError(f"{where}: offset {offset} is not a multiple of the alignment, {alignment}")

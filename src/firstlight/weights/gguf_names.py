@@ -1,27 +1,26 @@
 """GGUF tensor names in Hugging Face's words, and what undoes the converters' rearrangements.
 
-    llama      rows of q and k: each head's rotary halves are interleaved in the file (0, h/2, 1, h/2 + 1, ...)
-    *moe       all experts of a layer are one tensor [experts, out, in]; here each expert has its own
-    qwen35*    value heads of the linear attention are tiled over key heads (k0v0, k1v0, ..., k0v1, ...) where the
-               published order is grouped (k0v0, k0v1, ..., k1v0, ...); norms hold 1 + w, ssm_a holds -exp(A_log),
-               and the convolution lacks its middle dimension
+llama      rows of q and k: each head's rotary halves are interleaved in the file (0, h/2, 1, h/2 + 1, ...)
+*moe       all experts of a layer are one tensor [experts, out, in]; here each expert has its own
+qwen35*    value heads of the linear attention are tiled over key heads (k0v0, k1v0, ..., k0v1, ...) where the
+           published order is grouped (k0v0, k0v1, ..., k1v0, ...); norms hold 1 + w, ssm_a holds -exp(A_log),
+           and the convolution lacks its middle dimension
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from firstlight.errors import CheckpointError
+from firstlight.errors import CheckpointError, quoted
 from firstlight.weights.gguf_config import ROPE_FACTORS
 from firstlight.weights.gguf_file import GgufEntry
-from firstlight.weights.gguf_reader import Arrangement
-from firstlight.weights.stored import quoted
 
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
@@ -66,6 +65,20 @@ BLOCK_NAMES: dict[str, dict[str, str]] = {
 }
 
 BLOCK_PATTERN = re.compile(r"blk\.(\d{1,6})\.([a-z0-9_]+)(?:\.(weight|bias))?")
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What turns a tensor of the file into the published one.
+
+    shape: the published shape if it isn't the file's (a dimension of 1 put back). rows, columns: for each index along
+    the first or last dimension, the file's index. values: a change of the values themselves.
+    """
+
+    shape: tuple[int, ...] | None = None
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    values: Callable[[Tensor], Tensor] | None = None
 
 
 def published_tensors(

@@ -7,8 +7,7 @@ most tensors have) works on packed blocks too: a weight can stay in its few bits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.errors import CheckpointError
+from firstlight.errors import CheckpointError, quoted
 from firstlight.quant.gguf_blocks import GGML_TYPES, bytes_per_row, dequantize
+from firstlight.weights.gguf_config import gguf_config
 from firstlight.weights.gguf_file import GgufEntry, GgufFile
-from firstlight.weights.stored import MappedFile, Range, StoredTensor, quoted
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """What turns a tensor of the file into the published one.
-
-    shape: the published shape if it isn't the file's (a dimension of 1 put back). rows, columns: for each index along
-    the first or last dimension, the file's index. values: a change of the values themselves.
-    """
-
-    shape: tuple[int, ...] | None = None
-    rows: Tensor | None = None
-    columns: Tensor | None = None
-    values: Callable[[Tensor], Tensor] | None = None
+from firstlight.weights.gguf_names import Arrangement, published_tensors
+from firstlight.weights.mapped_file import MappedFile
+from firstlight.weights.stored import Range, StoredTensor, bytes_at
 
 
 class GgufTensor(StoredTensor):
@@ -82,7 +70,7 @@ class GgufTensor(StoredTensor):
         full = self.full_ranges(ranges)
         arrangement = self._arrangement
         if len(full) == 1:
-            whole = dequantize(self._file.bytes_at(self._start, self._start + self.nbytes), self.ggml_type, self.dtype)
+            whole = dequantize(bytes_at(self._file, self._start, self._start + self.nbytes), self.ggml_type, self.dtype)
             values = whole if arrangement.rows is None else whole[arrangement.rows]
             values = values[slice(*full[0])]
         else:
@@ -94,9 +82,9 @@ class GgufTensor(StoredTensor):
         """Raw rows of indices [first, last) of the first dimension: uint8 [last - first, *shape[1:-1], bytes]."""
         row_bytes = prod(self.shape[1:-1]) * bytes_per_row(self.shape[-1], self.ggml_type)
         if self._arrangement.rows is None:
-            raw = self._file.bytes_at(self._start + first * row_bytes, self._start + last * row_bytes)
+            raw = bytes_at(self._file, self._start + first * row_bytes, self._start + last * row_bytes)
         else:
-            whole = self._file.bytes_at(self._start, self._start + self.nbytes)
+            whole = bytes_at(self._file, self._start, self._start + self.nbytes)
             raw = whole.reshape(self.shape[0], row_bytes)[self._arrangement.rows[first:last]]
         return raw.reshape(last - first, *self.shape[1:-1], -1) if last > first else self._no_rows()
 
@@ -121,9 +109,6 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], dict[s
     Raises CheckpointError, naming the file, if it is malformed, of an unsupported architecture, or holds a tensor of
     an unsupported type or unknown name.
     """
-    from firstlight.weights.gguf_config import gguf_config
-    from firstlight.weights.gguf_names import published_tensors
-
     file = GgufFile(path)
     if file.metadata.get("split.count", 0) not in (0, 1):
         raise CheckpointError(

@@ -20,9 +20,7 @@ from firstlight.errors import CheckpointError, TokenizerError
 CONTROL, USER_DEFINED = 3, 4
 """Kinds of token in tokenizer.ggml.token_type that are matched whole in a text; control tokens aren't part of it."""
 
-LLAMA3_CUT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LLAMA3_CUT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_CUT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -39,12 +37,9 @@ KINDS = ("gpt-2", "default", *SINGLE_DIGIT_KINDS, "qwen2", "qwen35", *LLAMA3_KIN
 def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Backend:
     """The tokenizer that a GGUF file's metadata describes.
 
-    Raises TokenizerError if it has none or one of an unsupported kind, CheckpointError if it is malformed; both name
-    the file.
+    Raises TokenizerError if it is of an unsupported kind, CheckpointError if it is malformed; both name the file.
     """
     model = metadata.get("tokenizer.ggml.model")
-    if model is None:
-        raise TokenizerError(f"{path}: there is no tokenizer in this file")
     if model != "gpt2":
         raise TokenizerError(f"{path}: tokenizer model {model!r} is not supported; supported: gpt2 (byte-level BPE)")
     kind = metadata.get("tokenizer.ggml.pre", "default")
@@ -54,8 +49,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Backend:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise CheckpointError(f"{path}: tokenizer.ggml.tokens: {len(tokens) - len(vocabulary)} tokens appear twice")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    if not all(len(pair) == 2 for pair in pairs):
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    if not all(left and right and " " not in right for left, right in pairs):
         raise CheckpointError(f"{path}: tokenizer.ggml.merges: a merge must be two tokens and a space between them")
     try:
         backend = Backend(BPE(vocab=vocabulary, merges=pairs, ignore_merges=kind in LLAMA3_KINDS))
@@ -111,13 +106,13 @@ def special_token(metadata: Mapping[str, Any], key: str, path: Path) -> int | No
     token = metadata.get(f"tokenizer.ggml.{key}_token_id")
     size = len(_texts(metadata, "tokens", path))
     if token is not None and (type(token) is not int or not 0 <= token < size):
-        raise CheckpointError(f"{path}: tokenizer.ggml.{key}_token_id: {token!r} is not below {size}, the vocabulary's size")
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.{key}_token_id: {token!r} is not below {size}, the vocabulary's size"
+        )
     return token
 
 
-def _add_template(
-    backend: Backend, tokens: list[str], metadata: Mapping[str, Any], kind: str, path: Path
-) -> None:
+def _add_template(backend: Backend, tokens: list[str], metadata: Mapping[str, Any], kind: str, path: Path) -> None:
     """What `encode` puts around a text: BOS and EOS, where the metadata (or the kind's custom) says so."""
     before, after = [], []
     if metadata.get("tokenizer.ggml.add_bos_token", kind in LLAMA3_KINDS):

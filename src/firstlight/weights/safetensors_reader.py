@@ -8,14 +8,16 @@ several with an index that names the file of each tensor. Nothing in it is trust
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from firstlight.errors import CheckpointError
-from firstlight.weights.stored import MappedFile, Range, StoredTensor, count_elements, quoted, typed_view
+from firstlight.errors import CheckpointError, quoted
+from firstlight.weights.mapped_file import MappedFile
+from firstlight.weights.stored import Range, StoredTensor, bytes_at, typed_view
 from firstlight.weights.strict_json import parse_json_object, read_json_object
 
 SINGLE_FILE = "model.safetensors"
@@ -49,7 +51,7 @@ class SafetensorsTensor(StoredTensor):
     """A tensor in a safetensors file, at [start, start + nbytes)."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, start: int, file: MappedFile) -> None:
-        super().__init__(name, shape, dtype, count_elements(shape) * dtype.itemsize, file.path)
+        super().__init__(name, shape, dtype, prod(shape) * dtype.itemsize, file.path)
         self._start = start
         self._file = file
 
@@ -57,10 +59,10 @@ class SafetensorsTensor(StoredTensor):
         """See StoredTensor. A view of the file, unless it isn't aligned for its dtype."""
         full = self.full_ranges(ranges)
         if not full:
-            return typed_view(self._file.bytes_at(self._start, self._start + self.nbytes), self.dtype).reshape(())
+            return typed_view(bytes_at(self._file, self._start, self._start + self.nbytes), self.dtype).reshape(())
         row_bytes = self.nbytes // self.shape[0] if self.shape[0] else 0
         first, last = full[0]
-        raw = self._file.bytes_at(self._start + first * row_bytes, self._start + last * row_bytes)
+        raw = bytes_at(self._file, self._start + first * row_bytes, self._start + last * row_bytes)
         rows = typed_view(raw, self.dtype).reshape(last - first, *self.shape[1:])
         return rows[(slice(None), *(slice(start, stop) for start, stop in full[1:]))]
 
@@ -104,7 +106,7 @@ def _check_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[
         supported = ", ".join(DTYPES)
         raise CheckpointError(f"{where}: dtype {quoted(str(entry['dtype']))} is not supported; supported: {supported}")
     shape = _integers(entry["shape"])
-    if shape is None or len(shape) > MAX_DIMENSIONS or count_elements([max(size, 1) for size in shape]) >= 2**63:
+    if shape is None or len(shape) > MAX_DIMENSIONS or prod([max(size, 1) for size in shape]) >= 2**63:
         raise CheckpointError(
             f"{where}: shape must be a list of at most {MAX_DIMENSIONS} integers from 0 up, their product under 2^63"
         )
@@ -112,7 +114,7 @@ def _check_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{where}: data_offsets must be [begin, end], integers from 0 up, begin <= end")
     begin, end = offsets
-    expected = count_elements(shape) * dtype.itemsize
+    expected = prod(shape) * dtype.itemsize
     if end - begin != expected:
         raise CheckpointError(
             f"{where}: {entry['dtype']} {list(shape)} takes {expected} bytes, but data_offsets give it {end - begin}"
@@ -184,7 +186,9 @@ def _read_indexed(index: Path) -> dict[str, SafetensorsTensor]:
             tensors[name] = tensor
     for name, shard in weight_map.items():
         if name not in shards[shard]:
-            raise CheckpointError(f"{index.parent / shard}: tensor {quoted(name)} is not in it; {index.name} says it is")
+            raise CheckpointError(
+                f"{index.parent / shard}: tensor {quoted(name)} is not in it; {index.name} says it is"
+            )
     return tensors
 
 

@@ -17,19 +17,19 @@ from collections.abc import Callable, Iterable, Sequence
 REPLACEMENT = "\ufffd"
 
 
-class TextStream:
-    """`push` token ids, get the text that they complete; `finish` gives the rest."""
+class IncrementalText:
+    """Token ids in, text out, bit by bit."""
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that is complete with these ids and was not given before; may be empty."""
         raise NotImplementedError
 
-    def finish(self) -> str:
-        """The text held back, with U+FFFD for incomplete characters. The stream is as new afterwards."""
+    def flush(self) -> str:
+        """The text held back, with U+FFFD for incomplete characters. It is as new afterwards."""
         raise NotImplementedError
 
 
-class ByteTextStream(TextStream):
+class ByteLevelText(IncrementalText):
     """For byte-level vocabularies. token_bytes: an id's bytes (empty for an id that isn't to be shown)."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
@@ -37,24 +37,26 @@ class ByteTextStream(TextStream):
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """See TextStream."""
+        """See IncrementalText."""
         return self._decoder.decode(b"".join(map(self._token_bytes, ids)))
 
-    def finish(self) -> str:
-        """See TextStream."""
+    def flush(self) -> str:
+        """See IncrementalText."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return rest
 
 
-class WindowTextStream(TextStream):
+class WindowText(IncrementalText):
     """For vocabularies in which a token's text depends on its neighbours.
 
     decode: the text of some ids. continues: whether an id's text can change with the ids after it (a token that is a
     single byte). After `window` such tokens in a row the text is given as it stands, so work a token stays bounded.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], continues: Callable[[int], bool], window: int = 64) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], continues: Callable[[int], bool], window: int = 64
+    ) -> None:
         self._decode = decode
         self._continues = continues
         self._window = window
@@ -63,7 +65,7 @@ class WindowTextStream(TextStream):
         self._context_text = ""
 
     def push(self, ids: Iterable[int]) -> str:
-        """See TextStream."""
+        """See IncrementalText."""
         return "".join(map(self._push_one, ids))
 
     def _push_one(self, token: int) -> str:
@@ -83,8 +85,8 @@ class WindowTextStream(TextStream):
         self._context_text = self._decode(self._ids)
         return piece
 
-    def finish(self) -> str:
-        """See TextStream."""
+    def flush(self) -> str:
+        """See IncrementalText."""
         piece = self._decode(self._ids)[len(self._context_text) :]
         self._ids, self._context, self._context_text = [], 0, ""
         return piece

@@ -15,14 +15,15 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from firstlight.errors import CheckpointError, ChatTemplateError, TokenizerError
+from firstlight.errors import ChatTemplateError, CheckpointError, TokenizerError
 from firstlight.weights.chat_template import ChatTemplate
+from firstlight.weights.gguf_file import GgufFile
 from firstlight.weights.gguf_tokenizer import gguf_tokenizer, special_token
+from firstlight.weights.location import MAX_CONFIG_BYTES, locate
 from firstlight.weights.strict_json import read_json_object
-from firstlight.weights.text_stream import ByteTextStream, TextStream, WindowTextStream
+from firstlight.weights.text_stream import ByteLevelText, IncrementalText, WindowText
 
 MAX_TOKENIZER_BYTES = 200_000_000
-MAX_CONFIG_BYTES = 50_000_000
 
 
 class Tokenizer:
@@ -75,12 +76,12 @@ class Tokenizer:
         """The text of token ids; U+FFFD stands for bytes that aren't UTF-8, and unknown ids for nothing."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """A stream for one answer: the pieces it gives, joined, are `decode` of all ids pushed."""
+    def incremental_text(self, skip_special_tokens: bool) -> IncrementalText:
+        """What a `TextStream` works with."""
         hidden = self._special_ids if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
-            return ByteTextStream(lambda token: b"" if token in hidden else self._bytes_of(token))
-        return WindowTextStream(
+            return ByteLevelText(lambda token: b"" if token in hidden else self._bytes_of(token))
+        return WindowText(
             lambda ids: self.decode(ids, skip_special_tokens), lambda token: token in hidden or self._is_byte(token)
         )
 
@@ -126,6 +127,21 @@ class Tokenizer:
         return self._compiled_template.render(messages, add_generation_prompt, tools, **variables)
 
 
+class TextStream:
+    """One answer's text, piece by piece: the pieces, joined, are `decode` of all ids pushed."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._text = tokenizer.incremental_text(skip_special_tokens)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete; bytes of an unfinished character wait for the next call."""
+        return self._text.push(ids)
+
+    def flush(self) -> str:
+        """What is left at the end, with U+FFFD for unfinished characters."""
+        return self._text.flush()
+
+
 def _byte_characters() -> dict[str, int]:
     """The byte that each character of a byte-level vocabulary stands for.
 
@@ -139,16 +155,28 @@ def _byte_characters() -> dict[str, int]:
 BYTE_OF_CHARACTER = _byte_characters()
 
 
-def tokenizer_from_directory(directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> Tokenizer:
+def load_tokenizer(path: str | Path) -> Tokenizer | None:
+    """The tokenizer of the checkpoint at a path, without opening its weights; None if it has no tokenizer.
+
+    Raises CheckpointError or TokenizerError, naming the file, if there is no checkpoint, or its tokenizer is malformed
+    or of an unsupported kind.
+    """
+    location = locate(path)
+    if location.gguf is not None:
+        return tokenizer_from_gguf(GgufFile(location.gguf).metadata, location.gguf)
+    return tokenizer_from_directory(location.directory, *location.read_configs())
+
+
+def tokenizer_from_directory(
+    directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]
+) -> Tokenizer | None:
     """The tokenizer in a checkpoint's directory; `config` and `generation` are its config.json and generation_config.json.
 
-    Raises TokenizerError if there is no tokenizer.json, CheckpointError if a file is malformed; both name the file.
+    None if there is no tokenizer.json. Raises CheckpointError, naming the file, if one is malformed.
     """
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise TokenizerError(
-            f"{directory}: there is no tokenizer.json, so this checkpoint takes token ids, not text"
-        )
+        return None
     if path.stat().st_size > MAX_TOKENIZER_BYTES:
         raise CheckpointError(f"{path}: more than {MAX_TOKENIZER_BYTES} bytes")
     try:
@@ -162,11 +190,15 @@ def tokenizer_from_directory(directory: Path, config: Mapping[str, Any], generat
     special_tokens = {name: text for name, value in options.items() if (text := _token_text(name, value)) is not None}
     stop = _ids(generation.get("eos_token_id")) or _ids(_text_config(config).get("eos_token_id"))
     tokenizer = Tokenizer(backend, stop, special_tokens, _template_in(directory, options))
-    return _with_eos(tokenizer)
+    if tokenizer.eos_token_id is not None:
+        tokenizer.stop_token_ids = tuple(dict.fromkeys((*stop, tokenizer.eos_token_id)))
+    return tokenizer
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
-    """The tokenizer in a GGUF file's metadata. Raises TokenizerError or CheckpointError, naming the file."""
+def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
+    """The tokenizer in a GGUF file's metadata, or None. Raises TokenizerError or CheckpointError, naming the file."""
+    if "tokenizer.ggml.model" not in metadata:
+        return None
     backend = gguf_tokenizer(metadata, path)
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -178,13 +210,6 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{path}: tokenizer.chat_template is not a string")
     return Tokenizer(backend, stop, special_tokens, template)
-
-
-def _with_eos(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer, with its own EOS among the ids that end an answer."""
-    if tokenizer.eos_token_id is not None:
-        tokenizer.stop_token_ids = tuple(dict.fromkeys((*tokenizer.stop_token_ids, tokenizer.eos_token_id)))
-    return tokenizer
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -60,33 +60,39 @@ def body(
     count = start[1:] - start[:-1]
     windows = read_slots(pool, state_in).transpose(1, 2)
     if log is not None and log_length is not None:
-        columns = torch.cat([windows, log_entries(log, state_in, log_length).to(windows.dtype)], dim=1)
+        history = torch.cat([windows, log_entries(log, state_in, log_length).to(windows.dtype)], dim=1)
         valid = torch.where(state_in > 0, log_length, 0).long()
         last = valid.unsqueeze(1) + torch.arange(width, device=x.device)
-        windows = columns.gather(1, last.unsqueeze(-1).expand(-1, -1, columns.shape[-1]))
+        windows = history.gather(1, last.unsqueeze(-1).expand(-1, -1, history.shape[-1]))
+    # Every request's columns in one piece, its window before its tokens: a tap is then a shifted view of all of them.
     dtype = wide_dtype(x.dtype)
-    source = torch.cat([windows.reshape(requests * width, -1).to(dtype), x.to(dtype)])
+    columns = x.new_empty((len(x) + requests * width, x.shape[1]), dtype=dtype)
 
     def column(request: Tensor, offset: Tensor) -> Tensor:
-        """The row of `source` that holds a request's column; offset -1 is the window's last."""
-        return torch.where(offset >= 0, requests * width + start[request] + offset, (request + 1) * width + offset)
+        """The row of `columns` that holds a request's column; offset -1 is the window's last."""
+        return start[request] + (request + 1) * width + offset
 
+    everyone = torch.arange(requests, device=x.device)
+    before = torch.arange(-width, 0, device=x.device)
+    columns[column(everyone.unsqueeze(1), before)] = windows.to(dtype)
     request, offset, _ = token_requests(query_start, len(x))
-    taps = weight.to(dtype)
-    total = torch.zeros_like(x, dtype=dtype)
-    for tap in range(width + 1):
-        total += source[column(request, offset - width + tap)] * taps[:, tap]
+    rows = column(request, offset)
+    columns[rows] = x.to(dtype)
+    taps = weight.to(dtype).T
+    total = columns[: len(columns) - width] * taps[0]
+    for tap in range(1, width + 1):
+        total.addcmul_(columns[tap : len(columns) - width + tap], taps[tap])
+    y = activate(total, activation)[rows - width].to(x.dtype)
 
     row, after, slot = exported_rows(query_start, state_out, exports)
     if state_out.dim() == 1:
-        row = torch.cat([row, torch.arange(requests, device=x.device)])
+        row = torch.cat([row, everyone])
         after, slot = torch.cat([after, count]), torch.cat([slot, state_out.long()])
     after = torch.minimum(after.clamp(min=0), count[row])
-    kept = column(row.unsqueeze(1), after.unsqueeze(1) - width + torch.arange(width, device=x.device))
-    write_slots(pool, slot, source[kept].transpose(1, 2))
+    write_slots(pool, slot, columns[column(row.unsqueeze(1), after.unsqueeze(1) + before)].transpose(1, 2))
     if log is not None and log_length is not None:
         append_to_log(log, x, query_start, state_in, state_out, log_length)
-    return activate(total, activation).to(x.dtype)
+    return y
 
 
 def abstract(x: Tensor, *args: object, **kwargs: object) -> Tensor:

@@ -40,11 +40,26 @@ static inline __m512i load_words(const bf16* source, int64_t left) {
     return left >= 32 ? _mm512_loadu_si512(source) : _mm512_maskz_loadu_epi16(first_words(left), source);
 }
 
+// Keys or values that will be needed next: while row i of the current ones is computed, two of these are fetched.
+struct Ahead {
+    const bf16* const* rows;
+    int64_t count;
+
+    void fetch(int64_t first, int64_t last, int64_t size) const {
+        for (int64_t i = 2 * first; i < std::min(2 * last, count); i++) {
+            for (int64_t at = 0; at < size; at += 32) {
+                _mm_prefetch(reinterpret_cast<const char*>(rows[i] + at), _MM_HINT_T1);
+            }
+        }
+    }
+};
+
 // scores[i] = q . keys[i] for `count` keys; entries up to the next multiple of 16 become -infinity.
 static inline void score_keys(const bf16* query, const bf16* const* keys, int64_t count, int64_t size, float scale,
-                              float* scores) {
+                              const Ahead& ahead, float* scores) {
     int64_t i = 0;
     for (; i + 4 <= count; i += 4) {
+        ahead.fetch(i, i + 4, size);
         __m512 sum[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
         for (int64_t at = 0; at < size; at += 32) {
             const __m512i q = load_words(query + at, size - at);
@@ -81,12 +96,13 @@ static inline void exponentiate(float* scores, int64_t count, float& maximum, fl
 // sums[h][.] = sum over keys of weight[h][key] * values[key], for HEADS heads at once, so that a value is read once.
 // Even and odd elements of each 32 are kept apart, as the registers hold them: see `join_halves`.
 template <int HEADS>
-static inline void weigh_values(const float* weights, const bf16* const* values, int64_t count, int64_t size, float* sums,
-                                int64_t sums_stride) {
+static inline void weigh_values(const float* weights, const bf16* const* values, int64_t count, int64_t size,
+                                const Ahead& ahead, float* sums, int64_t sums_stride) {
     for (int64_t at = 0; at < size; at += 32) {
         __m512 even[HEADS], odd[HEADS];
         for (int h = 0; h < HEADS; h++) even[h] = odd[h] = _mm512_setzero_ps();
         for (int64_t i = 0; i < count; i++) {
+            if (at == 0) ahead.fetch(i, i + 1, size);
             const __m512i value = load_words(values[i] + at, size - at);
             const __m512 low = even_as_float(value), high = odd_as_float(value);
             for (int h = 0; h < HEADS; h++) {
@@ -114,41 +130,70 @@ struct Item {
     int64_t head;         // KV head
 };
 
-// Bytes of results of an item: for each query head maximum, sum, and `padded` weighted values.
-static void attend_item(const Attention& a, const Item& item, int64_t padded, float* results) {
-    const int64_t group = a.query_heads / a.key_heads;
+// Where the keys and values of an item are, without those in null pages.
+struct Rows {
     const bf16* keys[CHUNK];
     const bf16* values[CHUNK];
     int64_t count = 0;
-    const int32_t* pages = a.pages + a.row[item.request] * a.pages_stride;
-    for (int64_t position = item.first; position < item.last;) {
-        const int64_t column = position / a.page_size;
-        int64_t offset = position % a.page_size;
-        const int64_t stop = std::min(item.last, position - offset + a.page_size);
-        const int64_t page = column < a.pages_columns ? pages[column] : 0;
-        for (; position < stop; position++, offset++) {
-            if (page <= 0) continue;
-            keys[count] = a.key.at(page, offset) + item.head * a.key.head_stride;
-            values[count++] = a.value.at(page, offset) + item.head * a.value.head_stride;
+
+    void find(const Attention& a, const Item& item) {
+        count = 0;
+        const int32_t* pages = a.pages + a.row[item.request] * a.pages_stride;
+        for (int64_t position = item.first; position < item.last;) {
+            const int64_t column = position / a.page_size;
+            int64_t offset = position % a.page_size;
+            const int64_t stop = std::min(item.last, position - offset + a.page_size);
+            const int64_t page = column < a.pages_columns ? pages[column] : 0;
+            if (page > 0) {
+                const bf16* key = a.key.at(page, offset) + item.head * a.key.head_stride;
+                const bf16* value = a.value.at(page, offset) + item.head * a.value.head_stride;
+                for (; position < stop; position++, key += a.key.token_stride, value += a.value.token_stride) {
+                    keys[count] = key;
+                    values[count++] = value;
+                }
+            }
+            position = stop;
         }
     }
+};
+
+// Results of an item: for each query head the maximum, the sum, and `padded` weighted values.
+// Pages lie apart, so that every one would be waited for: the next item's rows are fetched while this one is computed.
+static void attend_item(const Attention& a, const Item& item, const Rows& rows, const Rows& next, int64_t padded,
+                        float* results) {
+    const int64_t group = a.query_heads / a.key_heads, stride = padded + 2;
     alignas(64) float weights[GROUP_LIMIT * CHUNK];
     for (int64_t h = 0; h < group; h++) {
-        float* result = results + h * (padded + 2);
-        score_keys(a.query.at(item.token, item.head * group + h), keys, count, a.size, a.scale, weights + h * CHUNK);
-        exponentiate(weights + h * CHUNK, count, result[0], result[1]);
+        float* result = results + h * stride;
+        score_keys(a.query.at(item.token, item.head * group + h), rows.keys, rows.count, a.size, a.scale,
+                   {next.keys, h == 0 ? next.count : 0}, weights + h * CHUNK);
+        exponentiate(weights + h * CHUNK, rows.count, result[0], result[1]);
     }
     for (int64_t h = 0; h < group;) {
-        float* sums = results + h * (padded + 2) + 2;
+        float* sums = results + h * stride + 2;
+        const Ahead ahead{next.values, h == 0 ? next.count : 0};
         switch (std::min<int64_t>(4, group - h)) {
-#define CASE(HEADS)                                                                               \
-    case HEADS:                                                                                   \
-        weigh_values<HEADS>(weights + h * CHUNK, values, count, a.size, sums, padded + 2);         \
-        h += HEADS;                                                                               \
+#define CASE(HEADS)                                                                                             \
+    case HEADS:                                                                                                 \
+        weigh_values<HEADS>(weights + h * CHUNK, rows.values, rows.count, a.size, ahead, sums, stride);          \
+        h += HEADS;                                                                                             \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4)
 #undef CASE
         }
+    }
+}
+
+static void attend_items(const Attention& a, const Item* items, int64_t first, int64_t last, int64_t padded,
+                         int64_t item_floats, float* results) {
+    if (first >= last) return;
+    Rows rows[2];
+    rows[first % 2].find(a, items[first]);
+    for (int64_t i = first; i < last; i++) {
+        Rows& next = rows[(i + 1) % 2];
+        next.count = 0;
+        if (i + 1 < last) next.find(a, items[i + 1]);
+        attend_item(a, items[i], rows[i % 2], next, padded, results + i * item_floats);
     }
 }
 
@@ -216,14 +261,15 @@ static void attend(const Attention& a) {
         }
     };
     if (count < 2) {
-        for (int64_t i = 0; i < count; i++) attend_item(a, item_list[i], padded, result_list + i * item_floats);
+        attend_items(a, item_list, 0, count, padded, item_floats, result_list);
         for (int64_t token = 0; token < tokens; token++) join_token(token);
         return;
     }
 #pragma omp parallel
     {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < count; i++) attend_item(a, item_list[i], padded, result_list + i * item_floats);
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        attend_items(a, item_list, count * thread / threads, count * (thread + 1) / threads, padded, item_floats, result_list);
+#pragma omp barrier
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < tokens; token++) join_token(token);
     }

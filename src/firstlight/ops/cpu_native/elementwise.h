@@ -7,7 +7,7 @@
 
 #include "linear.h"
 
-constexpr int64_t ELEMENTS_PER_THREAD = 16384;  // fewer aren't worth a second thread
+constexpr int64_t ELEMENTS_PER_THREAD = 6144;  // fewer aren't worth a second thread
 
 // Calls `work(row)` for each of `rows` rows of `size` elements.
 template <class Work>

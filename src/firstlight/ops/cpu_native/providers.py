@@ -48,7 +48,7 @@ def address(tensor: Tensor | None) -> int:
 
 def rows_of(tensor: Tensor) -> Tensor:
     """The tensor itself, or a copy if neighbouring elements of its last dimension aren't neighbours in memory."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor.is_contiguous() or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 WeightArguments = tuple[int, int, int, int, int, int, int, int, int]
@@ -78,11 +78,12 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, *, dtype: torc
     if columns != weight.shape[1]:
         raise ValueError(f"linear: x has {columns} columns, the weight {weight.shape[1]}")
     x = rows_of(x)
-    output = x.new_empty((rows, weight.shape[0]), dtype=dtype)
+    outputs = weight.shape[0]
+    output = x.new_empty((rows, outputs)) if dtype is None else x.new_empty((rows, outputs), dtype=dtype)
     kernels.linear(
         *weight_arguments(weight),
         x.data_ptr(), x.stride(0), rows,
-        output.data_ptr(), weight.shape[0], output.dtype != BF16, address(bias),
+        output.data_ptr(), outputs, dtype is torch.float32, 0 if bias is None else bias.data_ptr(),
     )  # fmt: skip
     return output
 
@@ -142,7 +143,8 @@ def add_rms_norm(
     x, residual = rows_of(x), rows_of(residual)
     if residual.shape != x.shape:
         raise ValueError(f"add_rms_norm: x is {tuple(x.shape)}, residual {tuple(residual.shape)}")
-    output, total = x.new_empty((rows, size)), x.new_empty((rows, size))
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = torch.empty_like(output)
     kernels.add_rms_norm(
         x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0),
         total.data_ptr(), output.data_ptr(), weight.data_ptr(), rows, size, eps, zero_centred,
@@ -192,7 +194,8 @@ def attention_prologue(
     if columns != expected:
         raise ValueError(f"attention_prologue: qkv has {columns} columns, but q | k | v take {expected}")
     qkv, angles = rows_of(qkv), rows_of(angles)
-    slot = slot.to(torch.int64).contiguous()
+    if slot.dtype != torch.int64 or not slot.is_contiguous():
+        slot = slot.to(torch.int64).contiguous()
     query = qkv.new_empty((tokens, heads, head_dim))
     gate = qkv.new_empty((tokens, heads * head_dim)) if gated else None
     kernels.attention_prologue(
@@ -234,16 +237,17 @@ def attention(
     window: int = 0,
 ) -> Tensor:
     """Op `attention`. Probabilities stay in float32."""
-    tokens, heads, size = q.shape
+    _, heads, size = q.shape
     q, pages = rows_of(q), rows_of(pages)
     if out is None:
-        out = torch.empty((tokens, heads, size), dtype=BF16)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _, page_size, kv_heads, _ = k_pages.shape
     kernels.attend(
-        q.data_ptr(), q.stride(0), q.stride(1), out.data_ptr(), out.stride(0), out.stride(1),
+        q.data_ptr(), *q.stride()[:2], out.data_ptr(), *out.stride()[:2],
         k_pages.data_ptr(), *k_pages.stride()[:3], v_pages.data_ptr(), *v_pages.stride()[:3],
         pages.data_ptr(), pages.stride(0), pages.shape[1],
         row.data_ptr(), query_start.data_ptr(), length.data_ptr(), length.shape[0],
-        heads, k_pages.shape[2], size, k_pages.shape[1], window, causal, scale,
+        heads, kv_heads, size, page_size, window, causal, scale,
     )  # fmt: skip
     return out
 

@@ -30,7 +30,8 @@ def when(call: Call) -> str | None:
 
 def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Weight, down: Weight, *, first_expert: int = 0) -> Tensor:
     """The contract of `experts`."""
-    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+    assert isinstance(gate_up, Tensor)
+    assert isinstance(down, Tensor)
     assignment = sort_by_expert(experts, gate_up.shape[0], first_expert)
     ends = assignment.rows.cumsum(0).int()
     rows = x[assignment.order // experts.shape[1]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from firstlight.ops.gated_delta_rule import torch_chunked, torch_decode
+from firstlight.ops.gated_delta_rule import torch_chunked, torch_decode, torch_in_place
 from firstlight.ops.gated_delta_rule.log import DeltaLog, append, replay
 from firstlight.ops.op import Cost, Op, Shape
 from firstlight.ops.precision import wide_dtype
@@ -139,5 +139,6 @@ def cost(
 gated_delta_rule = Op(
     "gated_delta_rule", body, abstract=abstract, cost=cost, mutates={"pool": "state_out", "log": "state_in"}
 )
-gated_delta_rule.provide("torch_chunked", torch_chunked.run, when=torch_chunked.when)
+gated_delta_rule.provide("torch_chunked", torch_chunked.run)
 gated_delta_rule.provide("torch_decode", torch_decode.run, when=torch_decode.when, rank=2)
+gated_delta_rule.provide("torch_in_place", torch_in_place.run, when=torch_in_place.when, rank=3)

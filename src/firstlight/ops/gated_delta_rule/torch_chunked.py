@@ -13,16 +13,10 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.gated_delta_rule.log import DeltaLog, append, replay
-from firstlight.ops.op import Call
 from firstlight.ops.precision import wide_dtype
 from firstlight.ops.slots import check_log, exported_rows, read_slots, write_slots
 
 CHUNK = 64
-
-
-def when(call: Call) -> str | None:
-    """Anything with more than one token a request."""
-    return "serves steps with more than one token a request" if call.kwargs["max_query"] == 1 else None
 
 
 def run(
@@ -45,7 +39,7 @@ def run(
     check_log("gated_delta_rule", state_out, log)
     tokens = len(v)
     longest = min(max_query, tokens)
-    chunk = min(CHUNK, longest)
+    chunk = max(1, min(CHUNK, longest))
     dtype = wide_dtype(q.dtype, pool.dtype)
     start = query_start.long()
     count = start[1:] - start[:-1]

@@ -52,9 +52,9 @@ def run(
     decay = torch.where(has_token, g.to(dtype).exp(), 1).unsqueeze(-1)  # [R, HV, 1]
     key = torch.where(has_token.unsqueeze(-1), k.to(dtype), 0)
     query = q.to(dtype)
-    both = torch.stack([key, query], dim=-1)  # [R, HK, K, 2]
-    read = state.view(*state.shape[:1], key_heads, -1, state.shape[-1]) @ both  # [R, HK, r * V, 2]
-    held, answer = read.view(*state.shape[:3], 2).unbind(-1)
+    both = torch.stack([key, query], dim=2)  # [R, HK, 2, K]
+    read = both @ state.view(len(state), key_heads, -1, state.shape[-1]).transpose(-1, -2)  # [R, HK, 2, r * V]
+    held, answer = (part.reshape(v.shape) for part in read.unbind(2))
     update = beta.to(dtype).unsqueeze(-1) * (v.to(dtype) - decay * held)
     update = torch.where(has_token.unsqueeze(-1), update, 0)
     repeat = v.shape[1] // key_heads

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Cost, Op, Shape
+from firstlight.ops.sample import torch_cpu
 from firstlight.ops.sample.kept import keep
 from firstlight.ops.sample.noise import gumbel
 
@@ -43,7 +44,7 @@ def body(
         return z.argmax(dim=-1)
     warm = temperature > 0
     z = z / torch.where(warm, temperature, 1)[:, None].float()
-    noise = gumbel(seed, position, logits.shape[1])
+    noise = gumbel(seed, position, torch.arange(logits.shape[1], device=logits.device))
     kept = keep(z, top_k, top_p) if filtered else z
     return torch.where(warm[:, None], kept + noise, z).argmax(dim=-1)
 
@@ -79,3 +80,4 @@ def cost(
 
 
 sample = Op("sample", body, abstract=abstract, cost=cost)
+sample.provide("torch_cpu", torch_cpu.run, when=torch_cpu.when)

@@ -17,6 +17,13 @@ def keep(z: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     limit = torch.where(top_k > 0, top_k, z.shape[1])[:, None]
     ranked = ranked.masked_fill(rank >= limit, -torch.inf)
     probability = ranked.double().softmax(dim=-1)
+    ranked.masked_fill_(dropped_by_top_p(probability, top_p), -torch.inf)
+    return torch.empty_like(z).scatter_(1, token, ranked)
+
+
+def dropped_by_top_p(probability: Tensor, top_p: Tensor) -> Tensor:
+    """Which tokens top_p leaves out, given probabilities [N, V] from the largest down."""
     before = probability.cumsum(dim=-1) - probability
-    dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
-    return torch.empty_like(z).scatter_(1, token, ranked.masked_fill_(dropped, -torch.inf))
+    dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None]
+    dropped[:, 0] = False
+    return dropped

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 
-def gumbel(seed: Tensor, position: Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise [N, vocabulary], float32, for seed and position [N] int64."""
+def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """Standard Gumbel noise [N, V], float32, for seed and position [N] and token ids [V] or [N, V], of any integers."""
     key = mix64(mix64(seed.long()) + position.long())
-    token = torch.arange(vocabulary, dtype=torch.int32, device=seed.device)
-    h = mix32(token + key.to(torch.int32)[:, None])  # the cast keeps the low 32 bits
+    h = mix32(token.to(torch.int32) + key.to(torch.int32)[:, None])  # the cast keeps the low 32 bits
     h = mix32(h.bitwise_xor_((key >> 32).to(torch.int32)[:, None]))
     u = h.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
     # The largest u rounds to 1, whose noise would be -inf: as if the token couldn't be drawn.

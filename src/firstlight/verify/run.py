@@ -1,0 +1,106 @@
+"""`verify`: the same weights in transformers and here, compared end to end, layer by layer and module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from firstlight.errors import FirstlightError
+from firstlight.models import CausalModel
+from firstlight.verify.candidate import Candidate
+from firstlight.verify.compare import TOLERANCES, Tolerance
+from firstlight.verify.findings import MODULE, WIRING, Findings
+from firstlight.verify.reference import Record, Reference
+from firstlight.verify.workload import Phase, Sequence, make_phases, make_sequences
+from firstlight.weights.stored import StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is verified: our model, bound for `candidate.BUCKETS` and loaded, and what it was made from.
+
+    config: a config.json, its layers cut as the model's are. tensors: by the names that `published_names` gives.
+    """
+
+    model: CausalModel
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    device: torch.device
+    dtype: torch.dtype
+    seed: int = 0
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """What the dtype of the activations allows."""
+        return TOLERANCES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The reference's records of every sequence, as they are, and of the first on quiet inputs."""
+
+    sequences: list[Sequence]
+    records: list[Record]
+    quiet: Record
+
+    def of(self, phase: Phase) -> list[Record]:
+        """What a phase is compared with, by sequence."""
+        return self.records if phase.whole_model else [self.quiet]
+
+
+def reference_answers(subject: Subject, progress: Callable[[str], None] = lambda text: None) -> Answers:
+    """Run the reference. progress: called with what is being done."""
+    progress("building the reference")
+    reference = Reference(subject.config, subject.tensors, subject.device)
+    sequences = make_sequences(subject.model.config.vocab_size, subject.model.position_rows, subject.seed)
+    records, quiet = [], {}
+    for i, sequence in enumerate(sequences):
+        progress(f"reference: sequence {i + 1} of {len(sequences)}, {len(sequence)} tokens")
+        record, calls = reference.run(sequence, quiet=i == 0)
+        records.append(record)
+        quiet = quiet or calls
+    return Answers(sequences, records, quiet)
+
+
+def verify(subject: Subject, answers: Answers | None = None, progress: Callable[[str], None] = lambda text: None) -> Findings:
+    """Compare a model with its reference.
+
+    answers: of `reference_answers`, if they are there already. Raises FirstlightError for a dtype without tolerances.
+    """
+    if subject.dtype not in TOLERANCES:
+        raise FirstlightError(f"verify has no tolerances for {subject.dtype}; use float32, bfloat16 or float16")
+    answers = answers or reference_answers(subject, progress)
+    candidate = Candidate(subject.model, answers.sequences, subject.device, subject.dtype)
+    findings = Findings(subject.tolerance)
+    with torch.no_grad():
+        for phase in make_phases(subject.model.position_rows):
+            progress(phase.name)
+            _judge(candidate, phase, answers.of(phase), findings)
+    return findings
+
+
+def _judge(candidate: Candidate, phase: Phase, records: list[Record], findings: Findings) -> None:
+    """Run a phase's steps module by module, layer by layer and whole, each time on caches that are its own."""
+    candidate.reset()
+    for i, rows in enumerate(phase.steps):
+        for answer in candidate.run_modules(candidate.step(rows), rows, records):
+            if i >= phase.first_judged:
+                findings.add(MODULE, phase.name, rows, answer)
+    if not phase.whole_model:
+        return
+    candidate.reset()
+    for i, rows in enumerate(phase.steps):
+        for answer in candidate.run_layers(candidate.step(rows), rows, records):
+            if i >= phase.first_judged:
+                findings.add(WIRING, phase.name, rows, answer)
+    candidate.reset()
+    suspect: dict[int, int] = {}
+    for i, rows in enumerate(phase.steps):
+        step_suspect = dict(suspect)
+        for answer in candidate.run_whole(candidate.step(rows), rows, records):
+            if i >= phase.first_judged:
+                findings.add_whole(phase.name, rows, answer, step_suspect)
+        suspect = step_suspect

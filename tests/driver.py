@@ -1,0 +1,65 @@
+"""Drive an engine in a test: submit requests, step until all are done, check that nothing leaked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from firstlight.config import EngineOptions
+from firstlight.engine.engine import Engine
+from firstlight.scheduling.request import Request
+from firstlight.scheduling.sampling import SamplingParams, ServiceClass
+
+PROMPT_LENGTHS = (1, 10, 75, 130, 33)
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+
+
+def engine(checkpoint: Path, **options: Any) -> Engine:
+    """A float32 engine with a small cache whose unused memory is NaN."""
+    given = {"dtype": "float32", "cache_gib": 0.02, "device": "cpu", **options}
+    return Engine(EngineOptions(model=str(checkpoint), **given), poison=True)
+
+
+def prompts(lengths: Sequence[int] = PROMPT_LENGTHS, seed: int = 5) -> list[list[int]]:
+    """Random prompts of the given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 480, (length,), generator=generator).tolist() for length in lengths]
+
+
+def request(
+    name: str, prompt: Sequence[int], sampling: SamplingParams = GREEDY, service: ServiceClass = ServiceClass.ONLINE
+) -> Request:
+    """A request on token ids."""
+    return Request(name, np.array(prompt, np.int32), sampling, service)
+
+
+def drain(running: Engine) -> dict[str, list[int]]:
+    """Step until there is no work; the tokens of each request. Checks that all pages and slots are back."""
+    answers: dict[str, list[int]] = {}
+    while running.has_work():
+        for delta in running.step():
+            answers.setdefault(delta.id, []).extend(delta.tokens)
+    running.scheduler.check_integrity()
+    return answers
+
+
+def answer(running: Engine, all_prompts: Sequence[Sequence[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
+    """The answers to prompts submitted at once."""
+    for i, prompt in enumerate(all_prompts):
+        running.add(request(f"r{i}", prompt, sampling))
+    answers = drain(running)
+    return [answers[f"r{i}"] for i in range(len(all_prompts))]
+
+
+def reference_answer(reference: Any, prompt: Sequence[int], new: int = 16) -> list[int]:
+    """transformers' greedy tokens."""
+    ids = torch.tensor([list(prompt)])
+    mask = torch.ones_like(ids)
+    out = reference.generate(
+        ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    return out[0, len(prompt) :].tolist()
