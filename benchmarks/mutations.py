@@ -8,8 +8,12 @@ raise no alarm.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -22,33 +26,57 @@ from verify.subjects import complaints, inject, judged, subject_of
 from firstlight.verify.report import figure
 
 
-def main(families: tuple[str, ...]) -> int:
-    """Run all faults over the families; returns how many weren't found as they should be."""
+@dataclass
+class Tally:
+    """What came of a family: lines to print, checks passed and failed, and the faults that were found."""
+
+    lines: list[str] = field(default_factory=list)
+    passed: int = 0
+    failed: int = 0
+    found: set[str] = field(default_factory=set)
+
+    def add(self, family: str, fault: str, outcome: str, ok: bool) -> None:
+        """Note a check."""
+        self.lines.append(f"{family:18} {fault:62} {outcome}")
+        self.passed, self.failed = self.passed + ok, self.failed + (not ok)
+
+
+def check_family(name: str) -> Tally:
+    """The family without a fault, then with each that it has a place for."""
     torch.set_num_threads(1)
-    passed = failed = 0
-    found: dict[str, int] = {}
+    tally = Tally()
+    alarms = judged(name, subject_of(tiny_config(name))).faults()
+    tally.add(name, "no fault", f"FALSE ALARM in {alarms[0].path}" if alarms else "no alarm", not alarms)
+    for fault in everywhere():
+        injected = inject(name, fault)
+        if injected is None:
+            continue
+        subject, path = injected
+        findings = judged(name, subject)
+        wrong = complaints(fault, path, findings)
+        if wrong:
+            tally.add(name, fault.name, f"FAILED: {path}: {'; '.join(wrong)}", False)
+        else:
+            size = max(finding.error for finding in findings.faults())
+            tally.add(name, fault.name, f"found in {path}: {figure(size)}", True)
+            tally.found.add(fault.name)
+    return tally
+
+
+def main(families: tuple[str, ...]) -> int:
+    """Check the families, some at a time; returns how many faults weren't found as they should be."""
     start = time.perf_counter()
-    for name in families:
-        faults = judged(name, subject_of(tiny_config(name))).faults()
-        passed, failed = passed + (not faults), failed + bool(faults)
-        print(f"{name:20} {'no fault':62} {'ok' if not faults else f'FALSE ALARM in {faults[0].path}'}", flush=True)
-        for fault in everywhere():
-            injected = inject(name, fault)
-            if injected is None:
-                continue
-            subject, path = injected
-            findings = judged(name, subject)
-            wrong = complaints(fault, path, findings)
-            passed, failed = passed + (not wrong), failed + bool(wrong)
-            found[fault.name] = found.get(fault.name, 0) + (not wrong)
-            size = max((finding.error for finding in findings.faults()), default=0.0)
-            verdict = f"found in {path}: {figure(size)}" if not wrong else f"FAILED: {path}: {'; '.join(wrong)}"
-            print(f"{name:20} {fault.name:62} {verdict}", flush=True)
-    missing = [fault.name for fault in everywhere() if fault.name not in found]
-    if missing:
-        print(f"no family has a place for: {', '.join(missing)}")
-    print(f"\n{len(found)} kinds of fault over {len(families)} families in {time.perf_counter() - start:.0f} s")
-    print(f"{passed} passed, {failed} failed")
+    tallies = []
+    with ProcessPoolExecutor(min(len(families), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        for tally in pool.map(check_family, families):
+            print("\n".join(tally.lines), flush=True)
+            tallies.append(tally)
+    found = set().union(*(tally.found for tally in tallies))
+    if missing := [fault.name for fault in everywhere() if fault.name not in found]:
+        print(f"found in no family: {', '.join(missing)}")
+    print(f"\n{len(found)} kinds of fault, {len(families)} families, {time.perf_counter() - start:.0f} s")
+    failed = sum(tally.failed for tally in tallies)
+    print(f"{sum(tally.passed for tally in tallies)} passed, {failed} failed")
     return failed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from firstlight.cache import page_bytes, slot_bytes
 from firstlight.config import EngineOptions
 from firstlight.engine.engine import Engine
+from firstlight.models import build_model
+from firstlight.nn.module import caches
 from firstlight.scheduling.request import Request
 from firstlight.scheduling.sampling import SamplingParams, ServiceClass
 
@@ -22,6 +26,21 @@ def engine(checkpoint: Path, **options: Any) -> Engine:
     """A float32 engine with a small cache whose unused memory is NaN."""
     given = {"dtype": "float32", "cache_gib": 0.02, "device": "cpu", **options}
     return Engine(EngineOptions(model=str(checkpoint), **given), poison=True)
+
+
+def small_cache(checkpoint: Path, pages: int, live: int, checkpoints: int = 2, page_size: int = 16) -> dict[str, Any]:
+    """Options that give a cache of about so many pages, live slots and checkpoint slots."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    specs = list(caches(build_model(config, dtype=torch.float32)).values())
+    page, slot = page_bytes(specs, page_size), slot_bytes(specs)
+    left = max((live + 1) * slot + (pages + 1) * page, 2 * (live + 1) * slot)
+    kept = checkpoints * slot
+    return {
+        "cache_gib": (left + kept) / 2**30,
+        "checkpoint_gib": kept / 2**30,
+        "max_running": live,
+        "page_size": page_size,
+    }
 
 
 def prompts(lengths: Sequence[int] = PROMPT_LENGTHS, seed: int = 5) -> list[list[int]]:

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from driver import GREEDY, answer, drain, engine, prompts, reference_answer, request
+from driver import GREEDY, answer, drain, engine, prompts, reference_answer, request, small_cache
 from reference import FAMILIES, HYBRIDS, reference_model, save_checkpoint
 
 from firstlight.scheduling.sampling import SamplingParams
@@ -96,13 +96,9 @@ def test_preemption_changes_no_token(name, depth, checkpoints):
     long = SamplingParams(temperature=0, max_tokens=60)
     asked = prompts((40, 35, 50, 20, 64, 3), seed=9)
     calm = answer(engine(checkpoints(name), cache_gib=0.1), asked, long)
-    tight = engine(checkpoints(name), cache_gib=TIGHT_CACHE[name], depth=depth)
+    tight = engine(checkpoints(name), depth=depth, **small_cache(checkpoints(name), pages=18, live=5))
     assert answer(tight, asked, long) == calm
     assert tight.scheduler.metrics.preemptions > 0, "the cache was meant to be too small for all at once"
-
-
-TIGHT_CACHE = {"llama": 0.0009, "qwen3_next": 0.0019, "qwen3_5_text": 0.0019, "qwen3_5_moe_text": 0.0019}
-"""GiB: room for some of the six requests, not for all."""
 
 
 @pytest.mark.parametrize("name", ["llama", *HYBRIDS])

@@ -28,7 +28,7 @@ def by_formula(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token, one head, one key at a time, in float64."""
+    """One token at a time, from the keys it may see, in float64."""
     q, k_pages, v_pages = (batch[name].double() for name in ("q", "k_pages", "v_pages"))
     size, group = k_pages.shape[1], q.shape[1] // k_pages.shape[2]
     out = torch.zeros_like(q)
@@ -42,12 +42,16 @@ def by_formula(
                 for j in range(length)
                 if table[j // size] > 0 and (not causal or j <= i) and (window == 0 or j > i - window)
             ]
-            places = [(table[j // size], j % size) for j in keys]
-            for head in range(q.shape[1]):
-                scores = [scale * q[t, head] @ k_pages[place][head // group] for place in places]
-                weights = torch.tensor(scores + ([float(sinks[head])] if sinks is not None else [])).double().softmax(0)
-                for weight, place in zip(weights, places, strict=False):
-                    out[t, head] += weight * v_pages[place][head // group]
+            places = (
+                torch.tensor([table[j // size] for j in keys]).long(),
+                torch.tensor([j % size for j in keys]).long(),
+            )
+            k, v = (pool[places].repeat_interleave(group, dim=1) for pool in (k_pages, v_pages))  # [keys, H, D]
+            scores = scale * (q[t] * k).sum(-1).t()  # [H, keys]
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+            weights = scores.softmax(-1)[:, : len(keys)]
+            out[t] = (weights.t()[:, :, None] * v).sum(0)
     return out
 
 
@@ -77,9 +81,10 @@ def test_dtypes(run: Any, dtype: torch.dtype, tolerance: float) -> None:
         torch.testing.assert_close(out.double(), by_formula(batch, scale=0.3), rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("spread", [3, 200])
 @pytest.mark.parametrize(("counts", "lengths"), [([1, 1], [5, 9]), ([9, 2], [9, 12])])
-def test_sinks(counts: list[int], lengths: list[int]) -> None:
-    batch, sinks = paged_batch(counts, lengths), normal(6) * 3
+def test_sinks(counts: list[int], lengths: list[int], spread: int) -> None:
+    batch, sinks = paged_batch(counts, lengths), normal(6) * spread
     out = attention(*batch.values(), **bounds(counts, lengths), sinks=sinks)
     torch.testing.assert_close(out.double(), by_formula(batch, scale=0.3, sinks=sinks), rtol=1e-5, atol=1e-5)
 

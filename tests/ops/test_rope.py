@@ -36,7 +36,7 @@ def test_angles_equal_llamas(positions: torch.Tensor) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("sections", [(11, 11, 10), (3, 3, 2), (6, 1, 1)])
+@pytest.mark.parametrize("sections", [(11, 11, 10), (3, 3, 2), (4, 3, 1), (5, 1, 2)])
 def test_three_rows_of_positions_equal_qwens(sections: tuple[int, int, int]) -> None:
     parameters = {
         "rope_type": "default",

@@ -6,7 +6,7 @@ from ops.examples_a import normal
 
 from firstlight.ops.sample import sample
 from firstlight.ops.sample.kept import keep
-from firstlight.ops.sample.noise import gumbel
+from firstlight.ops.sample.noise import gumbel, gumbel_of
 
 
 def draw(logits: torch.Tensor, count: int, **settings: float) -> torch.Tensor:
@@ -173,6 +173,12 @@ def test_noise_is_the_stated_hash() -> None:
             assert noise[n, token].item() == pytest.approx(noise_in_python(seed, position, token), rel=1e-5, abs=1e-6)
     assert noise[0, 0].item() == pytest.approx(0.33270746)  # pinned: changing the hash changes every seeded answer
     assert noise[1, 1].item() == pytest.approx(noise_in_python(1, 7, 1), rel=1e-5)
+
+
+def test_noise_of_extreme_hashes() -> None:
+    noise = gumbel_of(torch.tensor([0, 2**31 - 1, -1, -(2**31)], dtype=torch.int32))
+    likeliest, unlikeliest = 32 * math.log(2), -math.log(24 * math.log(2))
+    assert noise.tolist() == pytest.approx([likeliest, unlikeliest, unlikeliest, likeliest], rel=1e-6)
 
 
 def test_noise_is_standard_gumbel_and_uncorrelated() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from firstlight.quant.gguf_blocks import GGML_TYPES, block_format, bytes_per_row, dequantize, quantize
 from gguf import GGML_QUANT_SIZES, quants
 from gguf import GGMLQuantizationType as GgmlType
+
+from firstlight.quant.gguf_blocks import GGML_TYPES, block_format, bytes_per_row, dequantize, quantize
 
 WRITABLE = [t for t in GGML_TYPES if not t.endswith("_K")]
 PACKED = [t for t, block in GGML_TYPES.items() if block.dtype is None]
@@ -43,7 +44,8 @@ def test_dequantize_equals_the_gguf_package(ggml_type, rows, blocks):
 def test_quantize_then_dequantize(ggml_type):
     values = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     raw = quantize(values, ggml_type)
-    assert raw.shape == (6, bytes_per_row(64, ggml_type)) and raw.dtype == torch.uint8
+    assert raw.shape == (6, bytes_per_row(64, ggml_type))
+    assert raw.dtype == torch.uint8
     back = dequantize(raw, ggml_type)
     assert torch.equal(back, torch.from_numpy(quants.dequantize(raw.numpy(), GgmlType[ggml_type]).reshape(6, 64)))
     step = {"F32": 0, "F16": 1e-3, "BF16": 8e-3, "Q8_0": 0.02, "Q5_0": 0.2, "Q5_1": 0.2}.get(ggml_type, 0.4)
@@ -103,9 +105,7 @@ def test_golden_q5_1():
 
 def test_golden_q8_0():
     raw = words(HALF[1]) + bytes([0x7F, 0x80, 0xFF] + [0] * 29)
-    assert dequantize(torch.tensor(list(raw), dtype=torch.uint8), "Q8_0").tolist() == [254.0, -256.0, -2.0] + [
-        0.0
-    ] * 29
+    assert dequantize(torch.tensor(list(raw), dtype=torch.uint8), "Q8_0").tolist() == [254.0, -256.0, -2.0] + [0.0] * 29
 
 
 def test_golden_q4_k():

@@ -11,7 +11,7 @@ from scheduling.simulated import Driver, Job, options
 from firstlight.scheduling.arena import CacheGeometry
 from firstlight.scheduling.errors import RequestRefusedError
 from firstlight.scheduling.plan import StepResult
-from firstlight.scheduling.sampling import FinishReason
+from firstlight.scheduling.sampling import FinishReason, ServiceClass
 
 DENSE = CacheGeometry(page_size=16, pages=400)
 HYBRID = CacheGeometry(page_size=16, pages=400, slots=24, checkpoint_slots=16)
@@ -77,16 +77,18 @@ def test_offline_keeps_its_share_under_constant_online_load(geometry, share):
     driver = Driver(geometry, options(max_running=8, step_tokens=128, offline_share=share, depth=2))
     random, offline, counted = Random(3), 0, 0
     for step in range(4000):
-        while driver.scheduler.waiting < 20:
-            online = step % 2 == 0 or random.random() < 0.9
-            name = f"{step}-{driver.scheduler.waiting}-{len(driver.events)}"
-            driver.submit(name, Job(prompt(len(driver.events), random.randint(5, 150)), 30, online=online))
+        for service, queue in driver.scheduler._waiting.items():
+            while len(queue) < 4:
+                name, online = f"r{len(driver.events)}", service is ServiceClass.ONLINE
+                driver.submit(name, Job(prompt(len(driver.events), random.randint(5, 150)), 30, online=online))
         if step == 500:
             offline, counted = 0, 0
         plan = driver.plan()
         if plan is not None:
             names = {row: holder.request.id for row, holder in enumerate(driver.scheduler._rows.holders) if holder}
-            rows = [(row, 1) for row in plan.decode.rows.tolist()] + [(chunk.row, chunk.count) for chunk in plan.prefill]
+            rows = [(row, 1) for row in plan.decode.rows.tolist()] + [
+                (chunk.row, chunk.count) for chunk in plan.prefill
+            ]
             offline += sum(count for row, count in rows if not driver.online[names[row]])
             counted += plan.bounds.tokens
         if plan is None or len(driver.flights) == 2:

@@ -21,6 +21,7 @@ from server.fake_engine import END, VOCAB_SIZE
 
 TESTS = Path(__file__).parents[1]
 CHAT_TEMPLATE = (
+    "{% if messages[0].content == 'refuse me' %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt and not unmarked %}<|assistant|>{% endif %}"
 )

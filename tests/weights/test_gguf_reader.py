@@ -8,13 +8,13 @@ import torch
 from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map, quants
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from weights.samples import LLAMA, llama_tensors, permuted, vocabulary, write_gguf, write_llama
 
 from firstlight.errors import CheckpointError
 from firstlight.quant.gguf_blocks import GGML_TYPES, dequantize
 from firstlight.weights.gguf_config import llama3_factors
 from firstlight.weights.gguf_names import BLOCK_NAMES, EXPERTS, TOP_NAMES
 from firstlight.weights.gguf_reader import read_gguf
-from weights.samples import LLAMA, llama_tensors, permuted, vocabulary, write_gguf, write_llama
 
 QWEN3 = {key: value for key, value in LLAMA.items() if key != "rope.dimension_count"} | {
     "attention.key_length": 32,
@@ -128,7 +128,9 @@ def test_llama_configuration(tmp_path):
 
 def test_biases_are_permuted_as_weights_are(tmp_path):
     _, stored = llama_tensors()
-    biases = {name: np.random.default_rng(5).standard_normal(size).astype(np.float32) for name, size in (("q", 64), ("k", 32))}
+    biases = {
+        name: np.random.default_rng(5).standard_normal(size).astype(np.float32) for name, size in (("q", 64), ("k", 32))
+    }
     for layer in range(2):
         stored[f"blk.{layer}.attn_q.bias"] = (permuted(biases["q"], 4), "F32")
         stored[f"blk.{layer}.attn_k.bias"] = (permuted(biases["k"], 2), "F32")
@@ -327,7 +329,9 @@ def test_llama_3_rope_scaling_is_recognised(tmp_path, factor):
 
     with_scaling, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), "cpu")
     plain = 1 / 100000.0 ** (torch.arange(0, 16, 2) / 16)
-    torch.testing.assert_close(plain / with_scaling, torch.from_numpy(stored["rope_freqs.weight"][0]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        plain / with_scaling, torch.from_numpy(stored["rope_freqs.weight"][0]), rtol=1e-5, atol=0
+    )
 
 
 def test_other_rotary_factors_are_refused(tmp_path):
@@ -375,7 +379,9 @@ def test_wrong_metadata(tmp_path, case):
 
 def test_other_architectures_are_refused(tmp_path):
     write_gguf(tmp_path / "m.gguf", "gemma2", {}, {})
-    with pytest.raises(CheckpointError, match=r"architecture 'gemma2' is not supported; supported: llama, qwen3, qwen3moe"):
+    with pytest.raises(
+        CheckpointError, match=r"architecture 'gemma2' is not supported; supported: llama, qwen3, qwen3moe"
+    ):
         read_gguf(tmp_path / "m.gguf")
 
 

@@ -103,9 +103,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts now, and sums since the start."""
         scheduler, metrics = self.scheduler, self.scheduler.metrics
+        running, waiting = scheduler.by_class()
         return EngineStats(
-            running=scheduler.running_by_class(),
-            waiting=scheduler.waiting_by_class(),
+            running=running,
+            waiting=waiting,
             pages_used=scheduler.pages.total - scheduler.pages.free,
             pages_capacity=scheduler.pages.total,
             slots_used=scheduler.slots.total - scheduler.slots.free,

@@ -43,7 +43,7 @@ class RequestTable:
             self._join(plan.joins)
         for group in plan.pages:
             if len(group):
-                entries = torch.as_tensor(group, dtype=torch.int64, device=self.device)
+                entries = torch.tensor(group, dtype=torch.int64, device=self.device)
                 self.pages[entries[:, 0], entries[:, 1]] = entries[:, 2].int()
 
     def _join(self, joins: list[Join]) -> None:

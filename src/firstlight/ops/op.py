@@ -148,7 +148,7 @@ class Op:
         self.parts = {part.name: part for part in parts}
         self.mutates = dict(mutates or {})
         self.providers: dict[str, Provider] = {}
-        self.reference = self.compose({part.name: part.reference for part in parts}) if parts else body
+        self.reference: Callable[..., Any] = self.compose({part.name: part.reference for part in parts}) if parts else body
         self.__doc__ = body.__doc__
         if name in REGISTRY:
             raise ValueError(f"two ops are named {name}")

@@ -68,10 +68,14 @@ class Account:
 
     def forget(self, index: int) -> None:
         """The tree drops its reference."""
-        if self._counts[index] == 1:
-            self.idle -= 1
         self._kept[index] = False
-        self.release([index])
+        if self._counts[index] > 1:
+            self._counts[index] -= 1
+        else:
+            self._counts[index] = 0
+            self.idle -= 1
+            self._stack[self.free] = index
+            self.free += 1
 
     def references(self, index: int) -> int:
         """How many hold this index."""

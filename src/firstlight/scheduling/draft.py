@@ -17,7 +17,7 @@ class Draft:
         self.number = number
         self.granted: dict[Progress, int] = {}
         self._joins: list[Join] = []
-        self._pages: list[tuple[Progress, int, int, list[int]]] = []
+        self._pages: dict[Progress, tuple[int, int]] = {}
         self._moves: list[Move] = []
         self._exports: list[tuple[Progress, int, int]] = []
 
@@ -51,13 +51,14 @@ class Draft:
                 request.identity.adapter,
             )
         )
-        self.append_pages(progress, 0, progress.pages)
+        self.append_pages(progress, len(progress.pages))
         if hit.source is not None:
             self._moves.append(Move(MoveKind.PAGE, hit.source.page, progress.pages[len(hit.pages)]))
 
-    def append_pages(self, progress: Progress, first: int, pages: list[int]) -> None:
-        """Entries of the request's page table, from index `first` on."""
-        self._pages.append((progress, progress.row, first, pages))
+    def append_pages(self, progress: Progress, count: int) -> None:
+        """The last `count` pages of the request are new in its page table. The latest word counts: it may have grown,
+        been preempted, and joined again."""
+        self._pages[progress] = progress.row, count
 
     def export(self, progress: Progress, offset: int, slot: int) -> None:
         """A checkpoint after `offset` tokens of the request's chunk."""
@@ -90,10 +91,10 @@ class Draft:
 
     def _page_entries(self) -> np.ndarray:
         entries = [
-            (row, first + index, page)
-            for progress, row, first, pages in self._pages
+            (row, index, progress.pages[index])
+            for progress, (row, count) in self._pages.items()
             if progress.row == row and not progress.draining  # else preempted since, and the row may be another's
-            for index, page in enumerate(pages)
+            for index in range(len(progress.pages) - count, len(progress.pages))
         ]
         return np.asarray(entries, np.int32).reshape(-1, 3)
 

@@ -8,6 +8,7 @@ With equal values this is exactly least recently used.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -50,11 +51,14 @@ class EvictionQueue(Generic[Entry]):
             self._tidy_at = 2 * len(self._heap) + 1024
         heapq.heappush(self._heap, (entry.credit, entry.ticket, entry))
 
-    def take(self) -> Entry | None:
-        """Removes and returns the entry to evict first; None if there is none."""
+    def take(self, below: float = math.inf) -> Entry | None:
+        """Removes and returns the entry to evict first; None if there is none with a credit under `below`."""
         while self._heap:
             credit, ticket, entry = heapq.heappop(self._heap)
             if ticket == entry.ticket and self._can_evict(entry):
+                if credit >= below:
+                    heapq.heappush(self._heap, (credit, ticket, entry))
+                    return None
                 self.clock = max(self.clock, credit)
                 return entry
         return None

@@ -12,6 +12,8 @@ Without cutting the prefill, states can be had at multiples of 64 tokens from a 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from firstlight.scheduling.draft import Draft
@@ -25,13 +27,13 @@ LADDER = 8192  # tokens
 MAX_WISHES = 8  # a request's wishes at a time, so that many followers don't fill the slots
 
 
-def wish(progress: Progress, matched: int) -> None:
-    """Notes where a request that joins should leave checkpoints; KV of `matched` of its tokens was there already."""
+def wish(progress: Progress, looked_up: Hit) -> None:
+    """Notes where a request that joins should leave checkpoints, given what was found of it in the tree."""
     length = progress.target - PROMPT_TAIL
     if length > progress.hit.length:
         progress.wishes[length] = Origin.PROMPT_END
-    if matched > progress.hit.length:
-        progress.wishes[matched] = Origin.BRANCH
+    if looked_up.matched > progress.hit.length:
+        progress.wishes[looked_up.matched] = Origin.BRANCH if looked_up.branches else Origin.PROMPT_END
 
 
 def plan_exports(draft: Draft, residency: Residency) -> None:
@@ -49,11 +51,18 @@ def plan_exports(draft: Draft, residency: Residency) -> None:
             offset = count if length >= end else (length - start) // CHUNK * CHUNK
             if offset <= 0 or offset in taken:
                 continue
-            slot = residency.export_slot(unused_only=origin is Origin.LADDER)
+            slot = residency.export_slot(_gain(progress, start + offset, origin, residency))
             if slot:
                 taken.add(offset)
                 draft.export(progress, offset, slot)
                 residency.add_export(progress, start + offset, slot, origin)
+
+
+def _gain(progress: Progress, length: int, origin: Origin, residency: Residency) -> float:
+    """FLOPs for which another checkpoint may be evicted."""
+    if origin is Origin.PROMPT_END:
+        return residency.geometry.prefill_flops(progress.hit.length, length)
+    return math.inf if origin is Origin.BRANCH else 0.0
 
 
 def worth_waiting(progress: Progress, hit: Hit, residency: Residency) -> bytes | None:

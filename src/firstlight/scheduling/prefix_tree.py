@@ -16,6 +16,7 @@ end of a partly filled page has one.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -65,6 +66,7 @@ class Checkpoint:
     slot: int
     origin: Origin
     readers: int = 0  # requests that resumed at it
+    superseded: bool = False  # kept only until its slot is wanted
     credit: float = 0.0
     ticket: int = 0
 
@@ -78,6 +80,7 @@ class Hit:
     checkpoint: whose slot is read in place; None without state.
     matched: tokens for which KV is there; more than `length` if a checkpoint is wanting.
     depth: leading full pages that are in the tree, whether or not they can be used.
+    branches: others went on from there differently.
     """
 
     length: int
@@ -87,9 +90,10 @@ class Hit:
     checkpoint: Checkpoint | None
     matched: int
     depth: int
+    branches: bool
 
 
-NO_HIT = Hit(0, [], None, None, None, 0, 0)
+NO_HIT = Hit(0, [], None, None, None, 0, 0, False)
 
 
 class PrefixTree:
@@ -103,6 +107,7 @@ class PrefixTree:
         self._nodes: dict[bytes, Node] = {}
         self._checkpoints: dict[bytes, Checkpoint] = {}
         self._roots: dict[bytes, Node] = {}
+        self._reads = dict.fromkeys(Origin, 0)
         self._node_queue: EvictionQueue[Node] = EvictionQueue(self._node_is_idle_leaf)
         self._checkpoint_queue: EvictionQueue[Checkpoint] = EvictionQueue(self._checkpoint_is_idle)
 
@@ -111,6 +116,12 @@ class PrefixTree:
         """Slots held by checkpoints."""
         return len(self._checkpoints) if self._geometry.has_state else 0
 
+    @property
+    def answers_come_back(self) -> bool:
+        """Whether conversations go on from the ends of requests (or nothing is known yet). They don't, and go on from
+        the ends of prompts, where clients leave out or change what was answered, such as its reasoning."""
+        return self._reads[Origin.REQUEST_END] >= self._reads[Origin.PROMPT_END]
+
     # Looking up
 
     def match(self, chain: KeyChain, tokens: np.ndarray, limit: int) -> Hit:
@@ -118,11 +129,12 @@ class PrefixTree:
         depth = self.matched_pages(chain.keys)
         size = self._geometry.page_size
         matched = min(depth * size, limit)
+        branches = depth > 0 and self._nodes[chain.keys[depth - 1]].children > 0
         checkpoint = self._deepest_checkpoint(chain, tokens, depth, limit)
         shared = min(depth, limit // size)
         if self._geometry.has_state:
             if checkpoint is None:
-                return Hit(0, [], None, None, None, matched, depth)
+                return Hit(0, [], None, None, None, matched, depth, branches)
             shared = checkpoint.length // size
         elif checkpoint is None or checkpoint.length <= shared * size:
             checkpoint = None
@@ -131,7 +143,7 @@ class PrefixTree:
         length = checkpoint.length if checkpoint else shared * size
         node = self._nodes[chain.keys[shared - 1]] if shared else None
         source = checkpoint.node if checkpoint and length % size else None
-        return Hit(length, self._path_pages(node), node, source, checkpoint, max(matched, length), depth)
+        return Hit(length, self._path_pages(node), node, source, checkpoint, max(matched, length), depth, branches)
 
     def matched_pages(self, keys: list[bytes]) -> int:
         """How many of the leading pages are in the tree. A node's ancestors always are, hence the binary search."""
@@ -189,7 +201,9 @@ class PrefixTree:
         self._use_node(node)
         return node
 
-    def attach(self, chain: KeyChain, tokens: np.ndarray, length: int, node: Node, slot: int, origin: Origin) -> None:
+    def attach(
+        self, chain: KeyChain, tokens: np.ndarray, length: int, node: Node, slot: int, origin: Origin
+    ) -> Checkpoint:
         """A checkpoint of tokens [0, length) whose last tokens are in `node`'s page; takes over the caller's reference
         to `slot` (0: no state)."""
         key = chain.at(tokens, length)
@@ -207,6 +221,7 @@ class PrefixTree:
             self._slots.release([slot])
         self._use_checkpoint(known)
         self.offer(known.node)
+        return known
 
     # Using and leaving
 
@@ -220,6 +235,8 @@ class PrefixTree:
             self._use_node(hit.source)
         if hit.checkpoint is not None:
             hit.checkpoint.readers += 1
+            hit.checkpoint.superseded = False
+            self._reads[hit.checkpoint.origin] += 1
             if hit.checkpoint.slot:
                 self._slots.share([hit.checkpoint.slot])
             self._use_checkpoint(hit.checkpoint)
@@ -239,10 +256,12 @@ class PrefixTree:
         if node is not None and self._node_is_idle_leaf(node):
             self._node_queue.offer(node)
 
-    def supersede(self, checkpoint: Checkpoint) -> None:
-        """A conversation went on from this checkpoint and left a longer one: unless others resumed here too, it goes
-        first."""
-        if checkpoint.key in self._checkpoints and checkpoint.origin is Origin.REQUEST_END and checkpoint.readers <= 1:
+    def supersede(self, checkpoint: Checkpoint, readers: int) -> None:
+        """There is a better checkpoint than this one for those who go on from here: if no more than `readers` ever
+        resumed at it, and it doesn't mark a branch, it goes first."""
+        passing = checkpoint.origin in (Origin.REQUEST_END, Origin.PROMPT_END)
+        if passing and checkpoint.readers <= readers and checkpoint.ticket >= 0:
+            checkpoint.superseded = True
             checkpoint.credit = 0.0
             self._checkpoint_queue.offer(checkpoint)
 
@@ -257,9 +276,11 @@ class PrefixTree:
             self._remove_node(node)
         return True
 
-    def evict_slot(self) -> bool:
-        """Evicts one checkpoint, which frees its slot; False if all are in use."""
-        checkpoint = self._checkpoint_queue.take()
+    def evict_slot(self, gain_flops: float = math.inf) -> bool:
+        """Evicts one checkpoint, which frees its slot; False if all are in use, or worth more than one that would save
+        `gain_flops`."""
+        below = self._checkpoint_queue.clock + gain_flops / self._geometry.slot_bytes
+        checkpoint = self._checkpoint_queue.take(below)
         if checkpoint is None:
             return False
         self._remove_checkpoint(checkpoint)
@@ -330,7 +351,9 @@ class PrefixTree:
     def _fallback(self, checkpoint: Checkpoint) -> int:
         """The length from which a request would have to prefill without this checkpoint."""
         for node in self._ancestry(checkpoint.node):
-            shorter = [other.length for other in node.checkpoints if other.slot and other.length < checkpoint.length]
+            shorter = [
+                other.length for other in node.checkpoints if other.length < checkpoint.length and not other.superseded
+            ]
             if shorter:
                 return max(shorter)
         return 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from firstlight.scheduling.prefix_keys import KeyChain
-from firstlight.scheduling.prefix_tree import NO_HIT, Hit, Node, Origin
+from firstlight.scheduling.prefix_tree import NO_HIT, Checkpoint, Hit, Node, Origin
 from firstlight.scheduling.request import Request
 from firstlight.scheduling.sampling import FinishReason, ServiceClass
 
@@ -65,7 +65,7 @@ class Progress:
         prefixes of which this request has a copy of its own; pinned, since `node` continues them.
     hit: what it took over when it joined. source_pinned: what the hit only copies or reads is still held.
     wishes: lengths at which a checkpoint is wanted. exports: planned, but not in the tree yet; `insert_at` is the
-        computed length at which the page of one of them is full.
+        computed length at which the page of one of them is full. made: those that are in the tree now.
     protected: an offline request that may not be preempted for online ones; `joined_with` tokens of output.
     """
 
@@ -101,6 +101,7 @@ class Progress:
     wishes: dict[int, Origin] = field(default_factory=dict)
     exports: list[ExportedState] = field(default_factory=list)
     insert_at: int = NEVER
+    made: list[Checkpoint] = field(default_factory=list)
 
     @property
     def online(self) -> bool:

@@ -12,12 +12,13 @@ in order, and costs that work the state it had reached.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from firstlight.scheduling.accounts import Account
 from firstlight.scheduling.arena import CacheGeometry
 from firstlight.scheduling.metrics import Metrics
-from firstlight.scheduling.prefix_tree import NO_HIT, Hit, Origin, PrefixTree
+from firstlight.scheduling.prefix_tree import NO_HIT, Hit, Node, Origin, PrefixTree
 from firstlight.scheduling.progress import NEVER, ExportedState, Phase, Progress
 from firstlight.scheduling.rows import RowTable
 
@@ -96,23 +97,24 @@ class Residency:
         """Whether so many pages can be had without preempting anybody."""
         return self.pages.free + self.pages.idle >= pages
 
-    def grow(self, progress: Progress, length: int) -> list[int]:
-        """New pages, at the end of the request's own, so that they hold `length` tokens; there must be room."""
-        count = -(-length // self.geometry.page_size) - len(progress.pages)
-        self.tree.evict_pages(count)
-        fresh = self.pages.allocate(count)
-        progress.pages += fresh
-        self.rows.capacity[progress.row] = len(progress.pages) * self.geometry.page_size
-        return fresh
+    def grow(self, growing: list[tuple[Progress, int]]) -> None:
+        """Gives each of these requests so many new pages, at the end of its own; there must be room for all."""
+        total = sum(count for _, count in growing)
+        self.tree.evict_pages(total)
+        fresh = self.pages.allocate(total)
+        for progress, count in growing:
+            progress.pages += fresh[:count]
+            del fresh[:count]
+            self.rows.capacity[progress.row] += count * self.geometry.page_size
 
-    def export_slot(self, unused_only: bool) -> int:
+    def export_slot(self, gain_flops: float) -> int:
         """A slot for a checkpoint to be exported to, 0 if there is none.
 
-        unused_only: don't evict another checkpoint for it.
+        gain_flops: what the new checkpoint would save; another one is evicted only if it is worth less. 0: none is.
         """
-        if not self._room_for_checkpoint(evict=not unused_only):
+        if not self._room_for_checkpoint(gain_flops):
             return 0
-        if not self.slots.free and (unused_only or not self.tree.evict_slot()):
+        if not self.slots.free and not self.tree.evict_slot(gain_flops):
             return 0
         self._exporting += 1
         return self.slots.allocate(1)[0]
@@ -124,9 +126,9 @@ class Residency:
             self.tree.evict_slot()
         return self.slots.allocate(1)[0]
 
-    def _room_for_checkpoint(self, evict: bool) -> bool:
+    def _room_for_checkpoint(self, gain_flops: float = math.inf) -> bool:
         while self.tree.checkpoint_count + self._exporting >= self.geometry.checkpoint_slots:
-            if not evict or not self.tree.evict_slot():
+            if not self.tree.evict_slot(gain_flops):
                 return False
         return True
 
@@ -219,7 +221,9 @@ class Residency:
             if node is None:
                 self.slots.release([export.slot])
             else:
-                self.tree.attach(progress.chain, progress.tokens(), export.length, node, export.slot, export.origin)
+                tokens = progress.tokens()
+                made = self.tree.attach(progress.chain, tokens, export.length, node, export.slot, export.origin)
+                progress.made.append(made)
         progress.exports = waiting
         self._await_export_page(progress)
 
@@ -278,7 +282,7 @@ class Residency:
                 self.insert(progress)
                 self._hand_over(progress)
             self._free(progress)
-        progress.hit, progress.wishes, progress.node = NO_HIT, {}, None
+        progress.hit, progress.node, progress.wishes, progress.made = NO_HIT, None, {}, []
         progress.computed = progress.planned = progress.inserted = 0
         self._retired(progress)
 
@@ -291,48 +295,56 @@ class Residency:
                 self.retire(progress)
 
     def _hand_over(self, progress: Progress) -> None:
-        """Leaves what reaches past the last full page: a partly filled page, the live slot, exports still waiting."""
-        size = self.geometry.page_size
+        """Leaves to the tree what reaches past the last full page, and the live slot, whose state is a checkpoint."""
         length = progress.useful
-        rest = length - progress.inserted * size
+        rest = length - progress.inserted * self.geometry.page_size
+        if progress.hit.checkpoint is not None:
+            self.tree.supersede(progress.hit.checkpoint, readers=1)
         # Past the answer's end the slot has seen tokens that no other prompt will have.
-        state = bool(progress.slot) and length == progress.computed
-        partial = rest > 0 and (not self.geometry.has_state or state or bool(progress.exports))
-        if rest >= size or not length:
-            return
-        node = self.tree.node_before(progress.chain, progress.inserted)
-        if node is None:
-            return
-        tokens = progress.tokens()
+        state = bool(progress.slot) and length == progress.computed and self._room_for_own_state(progress)
+        if rest and (state or progress.exports or not self.geometry.has_state):
+            self._insert_partial(progress, length, rest)
+        else:
+            progress.node = self.tree.node_before(progress.chain, progress.inserted)
+        node = progress.node
+        if node is None or node.depth < 0 or node.depth * self.geometry.page_size + node.tokens < length:
+            return  # pages on the way have been evicted
+        if rest and not self.geometry.has_state:
+            self.tree.attach(progress.chain, progress.tokens(), length, node, 0, Origin.REQUEST_END)
+        self._attach_within(progress, node, length)
         if state:
-            if progress.hit.checkpoint is not None:
-                self.tree.supersede(progress.hit.checkpoint)
-            state = self._room_for_checkpoint(evict=True)
-            partial = rest > 0 and (state or bool(progress.exports))
-        node = self.tree.node_before(progress.chain, progress.inserted)
-        if node is None or (node.depth < 0 and not partial):
-            return
-        if partial:
-            page = progress.pages[progress.inserted]
-            node = self.tree.insert(node, progress.chain.at(tokens, length), page, rest)
-            if node.page != page:
-                self.pages.share([node.page])
-                progress.shadows.append(node.page)
-            progress.node = node
-        for export in progress.exports:
-            if export.length <= length and (export.length - 1) // size == node.depth:
-                self._exporting -= 1
-                self.tree.attach(progress.chain, tokens, export.length, node, export.slot, export.origin)
-            else:
-                self._exporting -= 1
-                self.slots.release([export.slot])
-        progress.exports = []
-        if state:
-            self.tree.attach(progress.chain, tokens, length, node, progress.slot, Origin.REQUEST_END)
+            own = self.tree.attach(progress.chain, progress.tokens(), length, node, progress.slot, Origin.REQUEST_END)
             progress.slot = 0
             self.metrics.handed_over_checkpoints += 1
-        elif partial and not self.geometry.has_state:
-            self.tree.attach(progress.chain, tokens, length, node, 0, Origin.REQUEST_END)
+            for other in progress.made if self.tree.answers_come_back else [own]:
+                self.tree.supersede(other, readers=0)
+
+    def _attach_within(self, progress: Progress, node: Node, length: int) -> None:
+        """Exports whose last tokens are in the request's last page."""
+        within, progress.exports = progress.exports, []
+        for export in within:
+            self._exporting -= 1
+            if node.depth * self.geometry.page_size < export.length <= length:
+                tokens = progress.tokens()
+                made = self.tree.attach(progress.chain, tokens, export.length, node, export.slot, export.origin)
+                progress.made.append(made)
+            else:
+                self.slots.release([export.slot])
+
+    def _room_for_own_state(self, progress: Progress) -> bool:
+        if self.tree.answers_come_back:
+            for checkpoint in progress.made:
+                self.tree.supersede(checkpoint, readers=0)
+        return self._room_for_checkpoint()
+
+    def _insert_partial(self, progress: Progress, length: int, rest: int) -> None:
+        progress.node, parent = None, self.tree.node_before(progress.chain, progress.inserted)
+        if parent is not None and rest < self.geometry.page_size:
+            page = progress.pages[progress.inserted]
+            progress.node = self.tree.insert(parent, progress.chain.at(progress.tokens(), length), page, rest)
+            if progress.node.page != page:
+                self.pages.share([progress.node.page])
+                progress.shadows.append(progress.node.page)
 
     def _free(self, progress: Progress) -> None:
         self.unpin_source(progress)

@@ -87,11 +87,17 @@ class RowTable:
         chosen = np.flatnonzero(allowed)
         return rows[chosen], slots[chosen], [progresses[index] for index in chosen.tolist()]
 
-    def needing_pages(self, width: int) -> list[Progress]:
-        """Requests whose next decode step of `width` tokens may write past their last page, oldest first."""
+    def needing_pages(self, width: int, page_size: int) -> list[tuple[Progress, int]]:
+        """Requests whose next decode step of `width` tokens may write past their last page, oldest first, and how many
+        more pages each needs."""
         rows, _, _ = self.decode_batch()
-        short = rows[self.bound[rows] + width > self.capacity[rows]]
-        return sorted((self._decoding[row] for row in short.tolist()), key=lambda progress: progress.order)
+        lacking = self.bound[rows] + width - self.capacity[rows]
+        chosen = np.flatnonzero(lacking > 0)
+        if not len(chosen):
+            return []
+        counts = -(-lacking[chosen] // page_size)
+        short = zip(rows[chosen].tolist(), counts.tolist(), strict=True)
+        return sorted(((self._decoding[row], count) for row, count in short), key=lambda pair: pair[0].order)
 
     def plan_decode(self, rows: np.ndarray, width: int, number: int) -> int:
         """Notes a planned decode step; returns the longest context it may reach."""

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from firstlight.config import EngineOptions
+from firstlight.scheduling.accounts import Account
 from firstlight.scheduling.arena import CacheGeometry
 from firstlight.scheduling.draft import Draft
 from firstlight.scheduling.errors import RequestRefusedError
@@ -49,7 +50,8 @@ class Flight:
 class Scheduler:
     """Plans steps for one engine.
 
-    options: `max_running`, `step_tokens`, `offline_step_tokens`, `offline_share`, `prefix_cache` and `depth` count.
+    options: `max_running`, `step_tokens`, `offline_step_tokens`, `offline_share`, `prefix_cache` and `depth` count; a
+        depth of 0 is 2 here, where no device is known.
     geometry: of the caches; its page size is the one that holds.
     max_context: tokens of the longest request, prompt and answer.
     drafts: tokens that speculation adds to each decode row, so that a commit brings up to drafts + 1 of them.
@@ -69,6 +71,7 @@ class Scheduler:
         self.geometry = geometry
         self.max_context = max_context
         self.metrics = Metrics()
+        self.depth = options.depth or 2
         self._width = 1 + drafts
         rows = min(options.max_running, options.step_tokens // self._width)
         if rows < 1:
@@ -129,7 +132,7 @@ class Scheduler:
                 400,
                 f"the prompt has {length} tokens; with at least one token of answer it must fit {self.max_context} tokens",
             )
-        longest = min(length + new, self.max_context) - 1 + self.options.depth * (self._width - 1)
+        longest = min(length + new, self.max_context) - 1 + self.depth * (self._width - 1)
         pages = -(-longest // self.geometry.page_size)
         if pages > self.geometry.pages:
             room = self.geometry.pages * self.geometry.page_size
@@ -143,7 +146,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step's plan; None if there is nothing to do, or `depth` plans are in flight."""
-        if len(self._flights) >= self.options.depth:
+        if len(self._flights) >= self.depth:
             return None
         draft = Draft(self._number)
         stalled = self._grow(draft)
@@ -239,7 +242,7 @@ class Scheduler:
             return False
         insort(self._prefilling[progress.request.service], progress, key=lambda other: other.order)
         if self.geometry.has_state:
-            wish(progress, hit.matched)
+            wish(progress, hit)
         draft.join(progress)
         cached = progress.hit.length
         if progress.cached_tokens is None:
@@ -256,24 +259,30 @@ class Scheduler:
 
     def _grow(self, draft: Draft) -> set[int]:
         """Gives pages to rows that may outgrow theirs; returns the rows that sit this step out for want of them."""
-        stalled = set()
-        for progress in self._rows.needing_pages(self._width):
-            if progress.draining or progress.phase is not Phase.DECODE:
-                continue  # preempted for the sake of an older one
-            first = len(progress.pages)
-            length = int(self._rows.bound[progress.row]) + self._width
-            needed = -(-length // self.geometry.page_size) - first
-            while not self._residency.room_for(needed):
-                if any(other.row for other in self._residency.draining):
-                    stalled.add(progress.row)  # pages come back soon, without preempting anybody
-                    break
-                victim = self._victim_for_growth(progress)
-                self._preempt(victim)
-                if victim is progress:
-                    break
-            else:
-                draft.append_pages(progress, first, self._residency.grow(progress, length))
+        growing = self._rows.needing_pages(self._width, self.geometry.page_size)
+        stalled: set[int] = set()
+        if not self._residency.room_for(sum(count for _, count in growing)):
+            growing = [pair for pair in growing if self._make_room_to_grow(*pair, stalled)]
+        else:
+            self._residency.grow(growing)
+        for progress, count in growing:
+            draft.append_pages(progress, count)
         return stalled
+
+    def _make_room_to_grow(self, progress: Progress, count: int, stalled: set[int]) -> bool:
+        """Grows one request, if need be at the cost of newer ones; False if it doesn't grow in this step."""
+        if progress.draining or progress.phase is not Phase.DECODE:
+            return False  # preempted for the sake of an older one
+        while not self._residency.room_for(count):
+            if any(other.row for other in self._residency.draining):
+                stalled.add(progress.row)  # pages come back soon, without preempting anybody
+                return False
+            victim = self._victim_for_growth(progress)
+            self._preempt(victim)
+            if victim is progress:
+                return False
+        self._residency.grow([(progress, count)])
+        return True
 
     def _running(self) -> list[Progress]:
         """Requests in the batch, newest first."""
@@ -404,6 +413,22 @@ class Scheduler:
     def waiting(self) -> int:
         """Requests in the queues."""
         return sum(map(len, self._waiting.values()))
+
+    def by_class(self) -> tuple[dict[ServiceClass, int], dict[ServiceClass, int]]:
+        """How many requests of each class run, and how many wait."""
+        waiting = {service: len(queue) for service, queue in self._waiting.items()}
+        held = Counter(progress.request.service for progress in self._requests.values())
+        return {service: held[service] - waiting[service] for service in ServiceClass}, waiting
+
+    @property
+    def pages(self) -> Account:
+        """The account of pages."""
+        return self._residency.pages
+
+    @property
+    def slots(self) -> Account:
+        """The account of state slots."""
+        return self._residency.slots
 
     @property
     def unfinished(self) -> int:

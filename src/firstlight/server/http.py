@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import sys
@@ -18,6 +19,8 @@ from firstlight.server.app import create_app
 from firstlight.server.local import model_name, open_service
 from firstlight.server.spawn import EngineProcess
 from firstlight.weights.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 DEATH_NOTICE_SECONDS = 2.0
 """After the engine's death the server goes on this long: streams end with an error, /health says 503."""
@@ -64,6 +67,7 @@ async def run(
         timeout_keep_alive=60,
         timeout_graceful_shutdown=server_options.drain_seconds,
     )
+    logger.info("%s", ", ".join(f"{name} {fact}" for name, fact in started.facts.items()))
     server = Server(config, f"firstlight: ready on {url_of(listener)} (model {name})")
     loop = asyncio.get_running_loop()
     service.client.on_failure = lambda: loop.call_later(DEATH_NOTICE_SECONDS, setattr, server, "should_exit", True)

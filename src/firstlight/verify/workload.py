@@ -94,8 +94,8 @@ def _image_positions(length: int) -> torch.Tensor:
 
 def make_phases(position_rows: int) -> list[Phase]:
     """The phases over `make_sequences`, in the order in which they are reported."""
-    prompt, page_end = 119, 140  # decodes over the page ends at 128 and 136 of any usual page size, and a chunk's at 128
-    decode = ((Row(0, 0, prompt),), *((Row(0, t, 1, decode=True),) for t in range(prompt, page_end)))
+    prompt, end = 123, 132  # over 128, where a page ends (of any usual size) and a chunk of the delta rule
+    decode = ((Row(0, 0, prompt),), *((Row(0, t, 1, decode=True),) for t in range(prompt, end)))
     cuts = (0, 70, 72, 73, 200, LONG)
     chunks = tuple((Row(0, a, b - a),) for a, b in zip(cuts, cuts[1:], strict=False))
     batch = (

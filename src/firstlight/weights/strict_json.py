@@ -9,8 +9,8 @@ from typing import Any
 from firstlight.errors import CheckpointError
 
 
-def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The object in a JSON file of at most `max_bytes`. Raises CheckpointError, naming the file."""
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """A file's content, of at most `max_bytes`. Raises CheckpointError, naming the file."""
     try:
         if not path.is_file():  # a pipe or a device could block for ever
             raise CheckpointError(f"{path}: no such file")
@@ -20,7 +20,12 @@ def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
         raise CheckpointError(f"{path}: can't be read: {error.strerror or error}") from error
     if len(content) > max_bytes:
         raise CheckpointError(f"{path}: more than {max_bytes} bytes")
-    return parse_json_object(content, str(path))
+    return content
+
+
+def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """The object in a JSON file of at most `max_bytes`. Raises CheckpointError, naming the file."""
+    return parse_json_object(read_bytes(path, max_bytes), str(path))
 
 
 def parse_json_object(content: bytes, where: str) -> dict[str, Any]:

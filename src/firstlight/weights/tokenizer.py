@@ -20,7 +20,7 @@ from firstlight.weights.chat_template import ChatTemplate
 from firstlight.weights.gguf_file import GgufFile
 from firstlight.weights.gguf_tokenizer import gguf_tokenizer, special_token
 from firstlight.weights.location import MAX_CONFIG_BYTES, locate
-from firstlight.weights.strict_json import read_json_object
+from firstlight.weights.strict_json import parse_json_object, read_bytes, read_json_object
 from firstlight.weights.text_stream import ByteLevelText, IncrementalText, WindowText
 
 MAX_TOKENIZER_BYTES = 200_000_000
@@ -177,12 +177,7 @@ def tokenizer_from_directory(
     path = directory / "tokenizer.json"
     if not path.is_file():
         return None
-    if path.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise CheckpointError(f"{path}: more than {MAX_TOKENIZER_BYTES} bytes")
-    try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path}: not a valid tokenizer: {str(error)[:300]}") from error
+    backend = _read_backend(path)
     backend.no_truncation()
     backend.no_padding()
     options_path = directory / "tokenizer_config.json"
@@ -193,6 +188,21 @@ def tokenizer_from_directory(
     if tokenizer.eos_token_id is not None:
         tokenizer.stop_token_ids = tuple(dict.fromkeys((*stop, tokenizer.eos_token_id)))
     return tokenizer
+
+
+def _read_backend(path: Path) -> Backend:
+    """The tokenizer in a tokenizer.json. Raises CheckpointError, naming the file."""
+    content = read_bytes(path, MAX_TOKENIZER_BYTES)
+    model = parse_json_object(content, str(path)).get("model")
+    if isinstance(model, dict) and model.get("continuing_subword_prefix") and model.get("type", "BPE") == "BPE":
+        # The library takes the prefix's length off every merge unchecked, and ends the process if one is shorter.
+        raise CheckpointError(f"{path}: a continuing_subword_prefix in a BPE tokenizer is not supported")
+    try:
+        return Backend.from_buffer(content)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # bare Exception from the library, or PanicException, which is no Exception
+        raise CheckpointError(f"{path}: not a valid tokenizer: {str(error)[:300]}") from error
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
@@ -235,10 +245,8 @@ def _template_in(directory: Path, options: Mapping[str, Any]) -> str | None:
     """The chat template: chat_template.jinja, chat_template.json, or the one in tokenizer_config.json."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        with path.open("rb") as file:
-            content = file.read(MAX_CONFIG_BYTES + 1)
         try:
-            return content.decode("utf-8")
+            return read_bytes(path, MAX_CONFIG_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path}: not UTF-8: {error}") from error
     template = options.get("chat_template")

@@ -145,6 +145,6 @@ def _seen(here: Tensor, index: Tensor, key: Tensor, causal: bool, window: int) -
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """torch's attention, with zeros for queries that see no key."""
+    """torch's attention, with zeros for queries that see no key: not all of its kernels promise them."""
     result = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     return torch.where(seen.any(dim=-1, keepdim=True), result, result.new_zeros(()))

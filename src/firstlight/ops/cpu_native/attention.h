@@ -9,6 +9,7 @@
 
 constexpr int64_t CHUNK = 128;       // keys of an item
 constexpr int64_t GROUP_LIMIT = 16;  // query heads of an item
+constexpr int64_t SCRATCH_FLOATS = 1 << 22;  // results of items before they are joined: 16 MiB, then the next tokens
 
 struct Attention {
     Heads query;   // [tokens, query_heads, size]
@@ -222,55 +223,63 @@ static void join_items(const float* results, int64_t count, int64_t stride, int6
     }
 }
 
-static void attend(const Attention& a) {
-    thread_local std::vector<Item> items;
-    thread_local std::vector<int64_t> first_item;  // of each token
-    thread_local std::vector<float> results;
+// The items of some tokens, and then their outputs. first_item: where each token's items begin, and where the last end.
+static void attend_tokens(const Attention& a, int64_t first_token, const std::vector<Item>& items,
+                          const std::vector<int64_t>& first_item) {
+    thread_local std::vector<float> scratch;
     const int64_t group = a.query_heads / a.key_heads;
     const int64_t padded = (a.size + 31) / 32 * 32;
     const int64_t item_floats = group * (padded + 2);
-    items.clear();
-    first_item.clear();
-    for (int64_t request = 0; request < a.requests; request++) {
-        const int64_t start = a.query_start[request], stop = a.query_start[request + 1];
-        for (int64_t token = start; token < stop; token++) {
-            const int64_t after = a.length[request] - (stop - 1 - token);  // the token's place in the context, + 1
-            const int64_t lowest = a.window > 0 ? std::max<int64_t>(0, after - a.window) : 0;
-            const int64_t seen = a.causal ? after : a.length[request];
-            first_item.push_back(static_cast<int64_t>(items.size()));
-            for (int64_t first = lowest / CHUNK * CHUNK; first < seen; first += CHUNK) {
-                for (int64_t head = 0; head < a.key_heads; head++) {
-                    items.push_back({token, request, std::max(first, lowest), std::min(first + CHUNK, seen), head});
-                }
-            }
-        }
-    }
-    const int64_t tokens = static_cast<int64_t>(first_item.size());
-    const int64_t first_token = a.requests ? a.query_start[0] : 0;
-    const int64_t count = static_cast<int64_t>(items.size());
-    first_item.push_back(count);
-    if (static_cast<int64_t>(results.size()) < count * item_floats) results.resize(count * item_floats);
-    const Item* item_list = items.data();
-    const int64_t* firsts = first_item.data();
-    float* result_list = results.data();
+    const int64_t count = static_cast<int64_t>(items.size()), tokens = static_cast<int64_t>(first_item.size()) - 1;
+    if (static_cast<int64_t>(scratch.size()) < count * item_floats) scratch.resize(count * item_floats);
+    float* results = scratch.data();
     const auto join_token = [&](int64_t token) {
-        const int64_t chunks = (firsts[token + 1] - firsts[token]) / a.key_heads;
+        const int64_t chunks = (first_item[token + 1] - first_item[token]) / a.key_heads;
         for (int64_t head = 0; head < a.query_heads; head++) {
-            const float* base = result_list + (firsts[token] + head / group) * item_floats + head % group * (padded + 2);
+            const float* base = results + (first_item[token] + head / group) * item_floats + head % group * (padded + 2);
             join_items(base, chunks, a.key_heads * item_floats, a.size, a.output.at(first_token + token, head));
         }
     };
     if (count < 2) {
-        attend_items(a, item_list, 0, count, padded, item_floats, result_list);
+        attend_items(a, items.data(), 0, count, padded, item_floats, results);
         for (int64_t token = 0; token < tokens; token++) join_token(token);
         return;
     }
 #pragma omp parallel
     {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        attend_items(a, item_list, count * thread / threads, count * (thread + 1) / threads, padded, item_floats, result_list);
+        attend_items(a, items.data(), count * thread / threads, count * (thread + 1) / threads, padded, item_floats, results);
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < tokens; token++) join_token(token);
     }
+}
+
+static void attend(const Attention& a) {
+    thread_local std::vector<Item> items;
+    thread_local std::vector<int64_t> first_item;
+    items.clear();
+    first_item.assign(1, 0);
+    int64_t first_token = a.requests ? a.query_start[0] : 0;
+    for (int64_t request = 0; request < a.requests; request++) {
+        const int64_t stop = a.query_start[request + 1];
+        for (int64_t token = a.query_start[request]; token < stop; token++) {
+            const int64_t after = a.length[request] - (stop - 1 - token);  // the token's place in the context, + 1
+            const int64_t lowest = a.window > 0 ? std::max<int64_t>(0, after - a.window) : 0;
+            const int64_t seen = a.causal ? after : a.length[request];
+            for (int64_t first = lowest / CHUNK * CHUNK; first < seen; first += CHUNK) {
+                for (int64_t head = 0; head < a.key_heads; head++) {
+                    items.push_back({token, request, std::max(first, lowest), std::min(first + CHUNK, seen), head});
+                }
+            }
+            first_item.push_back(static_cast<int64_t>(items.size()));
+            if (static_cast<int64_t>(items.size()) * a.size * (a.query_heads / a.key_heads) > SCRATCH_FLOATS) {
+                attend_tokens(a, first_token, items, first_item);
+                first_token = token + 1;
+                items.clear();
+                first_item.assign(1, 0);
+            }
+        }
+    }
+    attend_tokens(a, first_token, items, first_item);
 }

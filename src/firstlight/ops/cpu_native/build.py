@@ -26,11 +26,21 @@ import torch
 
 MODULE = "firstlight_cpu_native"
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno", "-Wno-attributes", "-Wno-ignored-attributes")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fPIC",
+    "-fno-math-errno",
+    "-Wno-attributes",
+    "-Wno-ignored-attributes",
+)
+NEEDED_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 COMPILE_TIMEOUT_S = 300
 
 
-class NativeUnavailable(RuntimeError):
+class NativeUnavailableError(RuntimeError):
     """The kernels can't be built or run here; the message says why, for people."""
 
 
@@ -39,7 +49,7 @@ def missing_requirement() -> str | None:
     if sys.platform != "linux":
         return f"the native CPU kernels are built for Linux only, and this is {sys.platform}"
     flags = cpu_flags()
-    for needed in ("avx512f", "avx512bw", "avx512vl", "avx512dq"):
+    for needed in NEEDED_FLAGS:
         if needed not in flags:
             return f"this CPU has no {needed}"
     if compiler() is None:
@@ -51,44 +61,52 @@ def missing_requirement() -> str | None:
 
 @functools.cache
 def load() -> ModuleType:
-    """The compiled module; built first if need be. Raises NativeUnavailable with the reason."""
+    """The compiled module; built first if need be. Raises NativeUnavailableError with the reason."""
     if reason := missing_requirement():
-        raise NativeUnavailable(reason)
+        raise NativeUnavailableError(reason)
     library = cache_folder() / f"{MODULE}.so"
     if not library.exists():
         build(library)
+    return import_library(library)
+
+
+def import_library(library: Path) -> ModuleType:
+    """The module in a compiled file. Raises NativeUnavailableError if it can't be loaded."""
     spec = importlib.util.spec_from_file_location(MODULE, library)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise NativeUnavailable(f"the compiled kernels in {library} can't be loaded: {error}") from error
+        raise NativeUnavailableError(f"the compiled kernels in {library} can't be loaded: {error}") from error
     return module
 
 
 def build(library: Path) -> None:
-    """Compile to `library`. Raises NativeUnavailable with the compiler's words."""
+    """Compile to `library`. Raises NativeUnavailableError with the compiler's words."""
     program = compiler()
     assert program is not None
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built, target = Path(folder) / "module.o", Path(folder) / library.name
-        run_compiler([program, *FLAGS, f"-I{sysconfig.get_path('include')}", "-c", str(SOURCES / "module.cpp"), "-o", str(built)])
+        run_compiler(
+            [program, *FLAGS, f"-I{sysconfig.get_path('include')}", "-c", str(SOURCES / "module.cpp"), "-o", str(built)]
+        )
         # Linked without -fopenmp, which would add the system's OpenMP runtime to torch's.
         run_compiler([program, "-shared", str(built), *openmp_libraries(), "-o", str(target)])
         os.replace(target, library)
 
 
 def run_compiler(command: list[str]) -> None:
-    """Run the compiler or linker. Raises NativeUnavailable with its words."""
+    """Run the compiler or linker. Raises NativeUnavailableError with its words."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"compiling the native CPU kernels failed: {error}") from error
+        raise NativeUnavailableError(f"compiling the native CPU kernels failed: {error}") from error
     if result.returncode:
         words = "\n".join(result.stderr.splitlines()[:12])
-        raise NativeUnavailable(f"compiling the native CPU kernels failed; {' '.join(command)} said:\n{words}")
+        raise NativeUnavailableError(f"compiling the native CPU kernels failed; {' '.join(command)} said:\n{words}")
 
 
 def cache_folder() -> Path:

@@ -150,9 +150,20 @@ def unpack_integers(words: Tensor, bits: int, rows: int, columns: int) -> Tensor
 def take_apart(raw: Tensor, ggml_type: str) -> Integers:
     """Integers, scales and minima of raw GGUF rows, uint8 [rows, bytes]. 4-bit integers come as 0 .. 15."""
     rows = raw.shape[0]
-    reader = {"Q4_0": _q4, "Q4_1": _q4, "Q5_0": _q5, "Q5_1": _q5, "Q8_0": _q8, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+    reader = {
+        "Q4_0": _q4,
+        "Q4_1": _q4,
+        "Q5_0": _q5,
+        "Q5_1": _q5,
+        "Q8_0": _q8,
+        "Q4_K": _q4_k,
+        "Q5_K": _q5_k,
+        "Q6_K": _q6_k,
+    }
     integer, scale, minimum = reader[ggml_type](raw, KINDS[ggml_type].has_minimum)
-    return Integers(integer.reshape(rows, -1), scale.reshape(rows, -1), None if minimum is None else minimum.reshape(rows, -1))
+    return Integers(
+        integer.reshape(rows, -1), scale.reshape(rows, -1), None if minimum is None else minimum.reshape(rows, -1)
+    )
 
 
 Parts = tuple[Tensor, Tensor, Tensor | None]

@@ -11,11 +11,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from firstlight.hardware import Hardware
 from firstlight.ops.cpu_native import build
-from firstlight.ops.cpu_native.layout import KINDS, LAYOUT_NAME
+from firstlight.ops.cpu_native.layout import KINDS
 from firstlight.ops.op import Call
 from firstlight.parallel import Group
-from firstlight.quant import Packed, Weight
+from firstlight.quant import Packed
 
 BF16 = torch.bfloat16
 MOST_GROUPED_HEADS = 16
@@ -25,19 +26,26 @@ kernels: ModuleType
 """The compiled module, once `unavailable` has found that there is one."""
 
 
-def unavailable(call: Call) -> str | None:
-    """Why the kernels can't be used for this hardware and dtype; compiles them if they can."""
+def unavailable(hardware: Hardware) -> str | None:
+    """Why the kernels can't be used on this hardware; compiles them if they can.
+
+    A compiler that is missing or fails is a fact of the machine, found out once, when the first model is bound.
+    """
     global kernels
-    if call.hardware.kind != "cpu":
-        return f"these are kernels for CPUs, and this is {call.hardware.name}"
-    if call.dtype != BF16:
-        return f"these kernels compute in bfloat16, and this call in {call.dtype}"
-    if reason := build.missing_requirement():
-        return reason
+    if hardware.kind != "cpu":
+        return f"these are kernels for CPUs, and this is {hardware.name}"
     try:
         kernels = build.load()
-    except build.NativeUnavailable as error:
+    except build.NativeUnavailableError as error:
         return str(error)
+    return None
+
+
+def not_bf16(**tensors: Tensor | None) -> str | None:
+    """Names the first of the tensors that isn't bfloat16."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype != BF16:
+            return f"{name} is {tensor.dtype}, and these kernels compute in bfloat16"
     return None
 
 
@@ -65,13 +73,6 @@ def weight_arguments(weight: Packed) -> WeightArguments:
     return parts["data"].data_ptr(), scale, minimum, rows, columns, kind.bits, kind.zero, kind.group, kind.wide_scale
 
 
-def wrong_weight(weight: Weight) -> str | None:
-    """Why a weight can't be read by the kernels, at binding."""
-    if not isinstance(weight, Packed) or weight.format.layout != LAYOUT_NAME:
-        return f"the weight isn't in the layout {LAYOUT_NAME}"
-    return None
-
-
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """Op `linear`. Quantised weights: integers are multiplied exactly for up to 16 rows, not rounded to bfloat16 first."""
     rows, columns = x.shape
@@ -90,15 +91,13 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, *, dtype: torc
 
 def linear_when(call: Call) -> str | None:
     """bfloat16 activations, bias and result (or float32), and a tiled weight."""
-    x, weight = call.args[:2]
+    x = call.args[0]
     if isinstance(x, Packed):
         return f"the activations are {x.format}"
     bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
-    if bias is not None and bias.dtype != BF16:
-        return f"the bias is {bias.dtype}"
     if call.kwargs.get("dtype") not in (None, BF16, torch.float32):
         return f"the result is to be {call.kwargs['dtype']}"
-    return unavailable(call) or wrong_weight(weight)
+    return not_bf16(x=x, bias=bias) or unavailable(call.hardware)
 
 
 def embedding(ids: Tensor, weight: Packed, *, start: int = 0, dtype: torch.dtype | None = None) -> Tensor:
@@ -111,22 +110,22 @@ def embedding(ids: Tensor, weight: Packed, *, start: int = 0, dtype: torch.dtype
 
 def embedding_when(call: Call) -> str | None:
     """A tiled weight, looked up in bfloat16."""
-    weight = call.args[1]
-    if call.kwargs.get("dtype") not in (None, BF16):
-        return f"the result is to be {call.kwargs['dtype']}"
-    return unavailable(call) or wrong_weight(weight)
+    weight, wanted = call.args[1], call.kwargs.get("dtype")
+    if (wanted or weight.dtype) != BF16:
+        return f"the result is to be {wanted or weight.dtype}, and these kernels compute in bfloat16"
+    return unavailable(call.hardware)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, zero_centred: bool = False) -> Tensor:
     """Op `rms_norm`."""
-    size = x.shape[-1]
+    shape, size = x.shape, x.shape[-1]
     x = rows_of(x)
     if x.dim() == 3:
         rows, heads, (row_stride, head_stride) = x.shape[0], x.shape[1], x.stride()[:2]
     else:
         x = x if x.dim() == 2 else x.reshape(-1, size)
         rows, heads, row_stride, head_stride = x.shape[0], 1, x.stride(0), 0
-    output = torch.empty(x.shape, dtype=BF16)
+    output = x.new_empty(shape)
     kernels.rms_norm(
         x.data_ptr(), row_stride, head_stride,
         output.data_ptr(), heads * size, size,
@@ -154,13 +153,11 @@ def add_rms_norm(
 
 def norm_when(call: Call) -> str | None:
     """For `rms_norm` and `add_rms_norm`: every tensor bfloat16, and nothing to reduce."""
-    for tensor in call.args:
-        if tensor.dtype != BF16:
-            return f"a tensor is {tensor.dtype}"
     group = call.kwargs.get("group")
     if group is not None and group.size > 1:
         return "the sum over ranks isn't part of this kernel"
-    return unavailable(call)
+    tensors = dict(zip(("x", "residual", "weight") if len(call.args) == 3 else ("x", "weight"), call.args, strict=True))
+    return not_bf16(**tensors) or unavailable(call.hardware)
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -170,6 +167,13 @@ def silu_mul(x: Tensor) -> Tensor:
     output = x.new_empty((rows, size))
     kernels.silu_mul(x.data_ptr(), x.stride(0), output.data_ptr(), rows, size)
     return output
+
+
+def silu_when(call: Call) -> str | None:
+    """bfloat16 rows."""
+    if call.args[0].dim() != 2:
+        return f"x has {call.args[0].dim()} dimensions, the kernel takes 2"
+    return not_bf16(x=call.args[0]) or unavailable(call.hardware)
 
 
 def attention_prologue(
@@ -210,13 +214,10 @@ def attention_prologue(
 def prologue_when(call: Call) -> str | None:
     """bfloat16 throughout, but for angles in float32."""
     qkv, q_norm, k_norm, angles, k_pages, v_pages, _ = call.args
-    named = (("qkv", qkv), ("q_norm", q_norm), ("k_norm", k_norm), ("k_pages", k_pages), ("v_pages", v_pages))
-    for name, tensor in named:
-        if tensor is not None and tensor.dtype != BF16:
-            return f"{name} is {tensor.dtype}"
     if angles.dtype != torch.float32:
-        return f"the angles are {angles.dtype}"
-    return unavailable(call)
+        return f"angles are {angles.dtype}, and the kernel reads float32"
+    reason = not_bf16(qkv=qkv, q_norm=q_norm, k_norm=k_norm, k_pages=k_pages, v_pages=v_pages)
+    return reason or unavailable(call.hardware)
 
 
 def attention(
@@ -255,9 +256,6 @@ def attention(
 def attention_when(call: Call) -> str | None:
     """bfloat16 pages and int32 indices, no sinks, as many value as key dimensions."""
     q, k_pages, v_pages, pages, row, query_start, length = call.args
-    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if tensor.dtype != BF16:
-            return f"{name} is {tensor.dtype}"
     for name, tensor in (("pages", pages), ("row", row), ("query_start", query_start), ("length", length)):
         if tensor.dtype != torch.int32:
             return f"{name} is {tensor.dtype}, and the kernel reads int32"
@@ -267,5 +265,4 @@ def attention_when(call: Call) -> str | None:
         return f"keys have {k_pages.shape[3]} dimensions, values {v_pages.shape[3]}"
     if q.shape[1] > MOST_GROUPED_HEADS * k_pages.shape[2]:
         return f"{q.shape[1] // k_pages.shape[2]} query heads share a KV head; the kernel holds {MOST_GROUPED_HEADS}"
-    return unavailable(call)
-
+    return not_bf16(q=q, k_pages=k_pages, v_pages=v_pages) or unavailable(call.hardware)

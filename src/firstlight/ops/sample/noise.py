@@ -21,7 +21,11 @@ def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
     """Standard Gumbel noise [N, V], float32, for seed and position [N] and token ids [V] or [N, V], of any integers."""
     key = mix64(mix64(seed.long()) + position.long())
     h = mix32(token.to(torch.int32) + key.to(torch.int32)[:, None])  # the cast keeps the low 32 bits
-    h = mix32(h.bitwise_xor_((key >> 32).to(torch.int32)[:, None]))
+    return gumbel_of(mix32(h.bitwise_xor_((key >> 32).to(torch.int32)[:, None])))
+
+
+def gumbel_of(h: Tensor) -> Tensor:
+    """The noise of hashes [...] int32, which are overwritten; finite for each of them."""
     u = h.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
     # The largest u rounds to 1, whose noise would be -inf: as if the token couldn't be drawn.
     exponential = u.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()

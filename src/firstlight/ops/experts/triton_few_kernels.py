@@ -1,0 +1,173 @@
+"""Kernels of `triton_few`. Letters: T tokens, E local experts, k choices, I intermediate, H hidden.
+
+The shared expert, where there is one, is choice number k of every token: its weights are other tensors, its share a column
+of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from firstlight.ops.linear.triton_skinny_kernels import ROW_BYTES, divisor
+from firstlight.quant import Packed, Weight
+
+
+@triton.jit
+def gate_and_up(
+    x_ptr, experts_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, hidden_ptr,
+    H, x_stride_t, w_stride_e, w_stride_n, scale_stride_e, scale_stride_n, first_expert, local_experts,
+    I: tl.constexpr, SHARED_I: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """hidden [T * SLOTS, max(I, SHARED_I)] = silu(gate) * up of each choice; rows of choices that aren't local stay unwritten."""
+    i_tile, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, choice = i_row // SLOTS, i_row % SLOTS
+    local = True
+    size = I
+    if SLOTS > TOP_K and choice == TOP_K:
+        size = SHARED_I
+    else:
+        expert = tl.load(experts_ptr + token * TOP_K + choice).to(tl.int64) - first_expert
+        local = (expert >= 0) & (expert < local_experts)
+        w_ptr += expert * w_stride_e
+        scale_ptr += expert * scale_stride_e
+    if SLOTS > TOP_K and choice == TOP_K:
+        w_ptr = shared_ptr
+        scale_ptr = shared_scale_ptr
+    if local and i_tile * BLOCK_I < size:
+        o_i = i_tile * BLOCK_I + tl.arange(0, BLOCK_I)
+        m_i = o_i < size
+        b_gate = tl.zeros([BLOCK_I, BLOCK_K], dtype=tl.float32)
+        b_up = tl.zeros([BLOCK_I, BLOCK_K], dtype=tl.float32)
+        for i_k in range(0, H, BLOCK_K):
+            o_k = i_k + tl.arange(0, BLOCK_K)
+            m_k = o_k < H
+            m_w = m_i[:, None] & m_k[None, :]
+            p_gate = w_ptr + o_i[:, None] * w_stride_n + o_k[None, :]
+            b_w_gate = tl.load(p_gate, mask=m_w, other=0.0)
+            b_w_up = tl.load(p_gate + size * w_stride_n, mask=m_w, other=0.0)
+            b_x = tl.load(x_ptr + token * x_stride_t + o_k, mask=m_k, other=0.0).to(tl.float32)
+            if HAS_SCALE:
+                p_scale = scale_ptr + o_k // SCALE_COLUMNS
+                gate_row = i_tile * BLOCK_I // SCALE_ROWS
+                up_row = (size + i_tile * BLOCK_I) // SCALE_ROWS
+                b_x_gate = b_x * tl.load(p_scale + gate_row * scale_stride_n, mask=m_k, other=0.0).to(tl.float32)
+                b_x_up = b_x * tl.load(p_scale + up_row * scale_stride_n, mask=m_k, other=0.0).to(tl.float32)
+                b_gate += b_w_gate.to(tl.float32) * b_x_gate[None, :]
+                b_up += b_w_up.to(tl.float32) * b_x_up[None, :]
+            else:
+                b_gate += b_w_gate.to(tl.float32) * b_x[None, :]
+                b_up += b_w_up.to(tl.float32) * b_x[None, :]
+        gate, up = tl.sum(b_gate, axis=1), tl.sum(b_up, axis=1)
+        b_h = gate * tl.sigmoid(gate) * up
+        p_hidden = hidden_ptr + i_row * max(I, SHARED_I) + o_i
+        tl.store(p_hidden, b_h.to(hidden_ptr.dtype.element_ty), mask=m_i)
+
+
+@triton.jit
+def down_and_sum(
+    hidden_ptr, experts_ptr, weights_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, share_ptr, y_ptr,
+    H, w_stride_e, w_stride_n, shared_stride_n, scale_stride_e, scale_stride_n, shared_scale_stride_n,
+    first_expert, local_experts,
+    I: tl.constexpr, SHARED_I: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHARE: tl.constexpr,
+):  # fmt: skip
+    """y [T, H] = sum over choices of weight * down[expert] hidden; the shared expert's weight is share [T], or 1."""
+    i_h, token = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    o_h = i_h * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_i = tl.arange(0, BLOCK_I)
+    m_h = o_h < H
+    b_acc = tl.zeros([BLOCK_H, BLOCK_I], dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
+        expert = tl.load(experts_ptr + token * TOP_K + choice).to(tl.int64) - first_expert
+        local = (expert >= 0) & (expert < local_experts)
+        weight = tl.load(weights_ptr + token * TOP_K + choice, mask=local, other=0.0).to(tl.float32)
+        for i_i in tl.static_range(0, I, BLOCK_I):
+            m_i = (i_i + o_i < I) & local
+            p_w = w_ptr + expert * w_stride_e + o_h[:, None] * w_stride_n + (i_i + o_i)[None, :]
+            b_w = tl.load(p_w, mask=m_h[:, None] & m_i[None, :], other=0.0)
+            p_hidden = hidden_ptr + (token * SLOTS + choice) * max(I, SHARED_I) + i_i + o_i
+            b_h = tl.load(p_hidden, mask=m_i, other=0.0).to(tl.float32) * weight
+            if HAS_SCALE:
+                p_scale = scale_ptr + expert * scale_stride_e + i_h * BLOCK_H // SCALE_ROWS * scale_stride_n
+                b_h *= tl.load(p_scale + (i_i + o_i) // SCALE_COLUMNS, mask=m_i, other=0.0).to(tl.float32)
+            b_acc += b_w.to(tl.float32) * b_h[None, :]
+    if SLOTS > TOP_K:
+        weight = 1.0
+        if HAS_SHARE:
+            weight = tl.load(share_ptr + token).to(tl.float32)
+        for i_i in tl.static_range(0, SHARED_I, BLOCK_I):
+            m_i = i_i + o_i < SHARED_I
+            p_w = shared_ptr + o_h[:, None] * shared_stride_n + (i_i + o_i)[None, :]
+            b_w = tl.load(p_w, mask=m_h[:, None] & m_i[None, :], other=0.0)
+            p_hidden = hidden_ptr + (token * SLOTS + TOP_K) * max(I, SHARED_I) + i_i + o_i
+            b_h = tl.load(p_hidden, mask=m_i, other=0.0).to(tl.float32) * weight
+            if HAS_SCALE:
+                p_scale = shared_scale_ptr + i_h * BLOCK_H // SCALE_ROWS * shared_scale_stride_n
+                b_h *= tl.load(p_scale + (i_i + o_i) // SCALE_COLUMNS, mask=m_i, other=0.0).to(tl.float32)
+            b_acc += b_w.to(tl.float32) * b_h[None, :]
+    tl.store(y_ptr + token * H + o_h, tl.sum(b_acc, axis=1).to(y_ptr.dtype.element_ty), mask=m_h)
+
+
+def parts_of(weight: Weight) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """(data, scale, block) of a weight; a plain one is its own scale, unread."""
+    if isinstance(weight, Packed):
+        assert weight.format.block is not None
+        return weight.parts["data"], weight.parts["scale"], weight.format.block
+    return weight, weight, (128, 128)
+
+
+def experts(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Weight, down: Weight, first_expert: int,
+    shared: tuple[Weight, Weight] | None = None, share: Tensor | None = None, **tuning: int,
+) -> Tensor:  # fmt: skip
+    """x [T, H], weights and chosen [T, k] contiguous -> [T, H].
+
+    shared: the gate_up and down of an expert that every token goes through, share [T]: its weight, 1 if None.
+    tuning: block_i, block_k, num_warps for the first kernel; block_h, down_warps for the second.
+    """
+    tokens, hidden_size = x.shape
+    local_experts, twice, _ = gate_up.shape
+    top_k, size = chosen.shape[1], twice // 2
+    up_data, up_scale, up_block = parts_of(gate_up)
+    down_data, down_scale, down_block = parts_of(down)
+    # Without a shared expert these are placeholders, unread.
+    shared_up, shared_up_scale, _ = parts_of(shared[0] if shared else gate_up)
+    shared_down, shared_down_scale, _ = parts_of(shared[1] if shared else down)
+    shared_size = shared[1].shape[1] if shared else 0
+    slots = top_k + (shared is not None)
+    row = max(size, shared_size)
+    hidden = torch.empty((tokens * slots, row), dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    common: dict[str, Any] = {
+        "first_expert": first_expert, "local_experts": local_experts, "I": size, "SHARED_I": shared_size,
+        "SLOTS": slots, "TOP_K": top_k, "HAS_SCALE": isinstance(gate_up, Packed), "H": hidden_size,
+        "hidden_ptr": hidden, "experts_ptr": chosen,
+    }  # fmt: skip
+    # A tile of rows has one scale: it divides the block, and the halves gate | up start where a tile does.
+    block_i = divisor(up_block[0] | size | (shared_size or size), tuning.get("block_i", 4))
+    block_k = min(triton.next_power_of_2(hidden_size), tuning.get("block_k", ROW_BYTES // up_data.element_size()))
+    gate_and_up[(triton.cdiv(row, block_i), tokens * slots)](
+        x, w_ptr=up_data, scale_ptr=up_scale, shared_ptr=shared_up, shared_scale_ptr=shared_up_scale,
+        x_stride_t=x.stride(0), w_stride_e=up_data.stride(0), w_stride_n=up_data.stride(1),
+        scale_stride_e=up_scale.stride(0), scale_stride_n=up_scale.stride(1),
+        BLOCK_I=block_i, BLOCK_K=block_k, SCALE_ROWS=up_block[0], SCALE_COLUMNS=up_block[1],
+        num_warps=tuning.get("num_warps", 4), **common,
+    )  # fmt: skip
+    block_h = divisor(down_block[0], tuning.get("block_h", 8))
+    down_and_sum[(triton.cdiv(hidden_size, block_h), tokens)](
+        weights_ptr=weights, w_ptr=down_data, scale_ptr=down_scale, shared_ptr=shared_down,
+        shared_scale_ptr=shared_down_scale, share_ptr=x if share is None else share, y_ptr=y,
+        w_stride_e=down_data.stride(0), w_stride_n=down_data.stride(1), shared_stride_n=shared_down.stride(-2),
+        scale_stride_e=down_scale.stride(0), scale_stride_n=down_scale.stride(1),
+        shared_scale_stride_n=shared_down_scale.stride(-2), BLOCK_H=block_h, HAS_SHARE=share is not None,
+        BLOCK_I=min(triton.next_power_of_2(row), 512), SCALE_ROWS=down_block[0], SCALE_COLUMNS=down_block[1],
+        num_warps=tuning.get("down_warps", 4), **common,
+    )  # fmt: skip
+    return y

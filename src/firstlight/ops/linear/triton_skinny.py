@@ -1,0 +1,57 @@
+"""Products of a few tokens: every weight is read once, and the matrix's rows are spread over all multiprocessors.
+
+One token: a dot product for each row, in float32 on the ordinary units. Up to 16: matrix instructions over a tile of 16
+tokens. FP8 weights are widened as they arrive, which is exact; activations keep their precision, and a scale is applied in
+float32, so no rounding is added to the reference's (which rounds element * scale to the result's dtype).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from firstlight.ops.op import Call
+from firstlight.ops.triton_support import fp8_dtype, unavailable
+from firstlight.quant import PLAIN, Packed, Weight, format_of
+
+MOST_TOKENS = 16
+LEAST_TILE = 16
+SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def weight_refusal(weight: Weight, architecture: str) -> str | None:
+    """Why the kernels can't read a weight: plain floats, or FP8 with a scale a block, are what they know."""
+    form = format_of(weight)
+    if isinstance(weight, Tensor):
+        return None if weight.dtype in SUPPORTED else f"the weight is {weight.dtype}"
+    if form.layout != PLAIN or form.block is None or form.dtype != fp8_dtype(architecture):
+        return f"reads {fp8_dtype(architecture)} with a scale a block, and the weight is {form}"
+    return None
+
+
+def when(call: Call) -> str | None:
+    """Up to 16 tokens of floats."""
+    if reason := unavailable(call.hardware):
+        return reason
+    x, weight = call.args[:2]
+    if isinstance(x, Packed):
+        return f"the activations are {x.format}"
+    if x.shape[0] > MOST_TOKENS:
+        return f"serves up to {MOST_TOKENS} tokens, not {x.shape[0]}"
+    if x.dtype not in SUPPORTED or (call.kwargs.get("dtype") or x.dtype) not in SUPPORTED:
+        return f"serves {', '.join(map(str, SUPPORTED))}, not {x.dtype} -> {call.kwargs.get('dtype')}"
+    if reason := weight_refusal(weight, call.hardware.architecture):
+        return reason
+    block = format_of(weight).block
+    if x.shape[0] > 1 and block is not None and (block[0] % LEAST_TILE or block[1] % LEAST_TILE):
+        return f"a matrix instruction takes {LEAST_TILE} x {LEAST_TILE} weights of one scale, and blocks are {block}"
+    return None
+
+
+def run(x: Tensor, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The contract of `linear`. Tolerance: the result's rounding."""
+    from firstlight.ops.linear import triton_skinny_kernels as kernels
+
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"linear: x has {x.shape[1]} columns, the weight {weight.shape[1]}")
+    return kernels.product(x if x.stride(1) == 1 else x.contiguous(), weight, bias, dtype or x.dtype)
