@@ -71,7 +71,11 @@ def last_module(kind: type, when: Callable[[Any], bool] = lambda module: True) -
 
     def find(model: CausalModel) -> str | None:
         return next(
-            (path for path, module in reversed(list(model.named_modules())) if isinstance(module, kind) and when(module)),
+            (
+                path
+                for path, module in reversed(list(model.named_modules()))
+                if isinstance(module, kind) and when(module)
+            ),
             None,
         )
 

@@ -137,7 +137,9 @@ def _into(out, result):
 @fault("mask: only the last 100 keys, past position 100", attention, wrong={"prefill"})
 def _(model, module):
     for site in module.attend.values():
-        site[:] = [lambda *args, **kwargs: module.attend["prefill"].op.reference(*args, window=100, **kwargs)] * len(site)
+        site[:] = [lambda *args, **kwargs: module.attend["prefill"].op.reference(*args, window=100, **kwargs)] * len(
+            site
+        )
 
 
 @fault("decode: the newest key isn't seen", attention, wrong={"decode"}, right={"prefill", "second chunk", "quiet"})
@@ -148,7 +150,9 @@ def _(model, module):
     wrap(module.attend["decode"], short)
 
 
-@fault("second chunk: earlier keys aren't seen", attention, wrong={"second chunk"}, right={"prefill", "decode", "quiet"})
+@fault(
+    "second chunk: earlier keys aren't seen", attention, wrong={"second chunk"}, right={"prefill", "decode", "quiet"}
+)
 def _(model, module):
     def alone(run, q, k, v, pages, row, query_start, length, **kwargs):
         count = query_start[1:] - query_start[:-1]
@@ -162,7 +166,9 @@ def _(model, module):
     wrap(module.attend["prefill"], alone)
 
 
-@fault("batch: a row reads its neighbour's pages", attention, wrong={"batch"}, right={"prefill", "decode", "second chunk"})
+@fault(
+    "batch: a row reads its neighbour's pages", attention, wrong={"batch"}, right={"prefill", "decode", "second chunk"}
+)
 def _(model, module):
     def neighbour(run, q, k, v, pages, row, query_start, length, **kwargs):
         row = row.clone()

@@ -37,7 +37,9 @@ def _(model, module):
     _parts(module, delta_gates=lambda a, b, A_log, dt_bias: (gates(a, b, A_log, dt_bias)[0], b.float()))
 
 
-@fault("decay and strength swapped, in decode only", delta, wrong={"decode"}, right={"prefill", "second chunk", "quiet"})
+@fault(
+    "decay and strength swapped, in decode only", delta, wrong={"decode"}, right={"prefill", "second chunk", "quiet"}
+)
 def _(model, module):
     wrap(
         module.mix["decode"],
@@ -88,7 +90,9 @@ def _(model, module):
     rule, ratio = _rule(module), module.value_heads // module.key_heads
     _parts(
         module,
-        gated_delta_rule=lambda q, k, *args, **kwargs: rule(q.repeat(1, ratio, 1), k.repeat(1, ratio, 1), *args, **kwargs),
+        gated_delta_rule=lambda q, k, *args, **kwargs: rule(
+            q.repeat(1, ratio, 1), k.repeat(1, ratio, 1), *args, **kwargs
+        ),
     )
 
 
@@ -125,7 +129,9 @@ def _(model, module):
     conv = _conv(module)
     replace_parts(
         module.mix["prefill"],
-        causal_conv=lambda x, w, pool, start, state_in, *args, **kwargs: conv(x, w, pool, start, state_in * 0, *args, **kwargs),
+        causal_conv=lambda x, w, pool, start, state_in, *args, **kwargs: conv(
+            x, w, pool, start, state_in * 0, *args, **kwargs
+        ),
     )
 
 

@@ -62,9 +62,9 @@ def test_a_long_chat_is_within_the_budget():
     source = "{% for m in messages %}{% if loop.index < messages|length and messages[loop.index0].role == 'user' %}" + (
         "{{ m.role + '\n' + m.content.strip() }}{% endif %}{% endfor %}"
     )
-    started = time.monotonic()
+    started = time.process_time()
     assert len(ChatTemplate(source).render(messages)) > 2000 * 1000
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_the_template_can_refuse():

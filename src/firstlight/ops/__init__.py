@@ -31,6 +31,7 @@ from firstlight.ops import (
     silu_mul,
     write_kv,
 )
+from firstlight.ops.cpu_native import register as _register_cpu_native  # noqa: F401
 from firstlight.ops.op import REGISTRY, Call, CallSite, Cost, Op, Provider, Shape
 
 __all__ = [

@@ -27,7 +27,7 @@ class BindingError(ValueError):
     """An override that names nothing, or that can't be met; the message says why and what is legal."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Record:
     """A call of a site, as made on the meta device."""
 
@@ -47,7 +47,7 @@ class Choice:
     workspace: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Use:
     """An op at a site (or as a part of a composite at a site) in one bucket, with every call that it makes there."""
 
@@ -186,24 +186,23 @@ class _Binder:
 
     def choose_layouts(self, uses: list[Use]) -> None:
         """For each weight the layout under which its uses, in all buckets together, get the best providers."""
-        touching: dict[int, list[Use]] = {}
+        touching: dict[int, dict[int, Use]] = {}
         weights: dict[int, Weight] = {}
         for use in uses:
             names = self.layout_arguments(use.op)
             for call in use.calls:
                 for weight in weights_of(use.op, call, names).values():
                     weights[id(weight)] = weight
-                    if use not in touching.setdefault(id(weight), []):
-                        touching[id(weight)].append(use)
+                    touching.setdefault(id(weight), {})[id(use)] = use
         for key, weight in weights.items():
             candidates = {PLAIN} | {
                 layout
-                for use in touching[key]
+                for use in touching[key].values()
                 for provider in use.op.providers.values()
                 for layout in provider.layout.values()
                 if layout != PLAIN and LAYOUTS[layout].accepts(format_of(weight), tuple(weight.shape)) is None
             }
-            best = max(sorted(candidates, key=lambda name: name != PLAIN), key=lambda name: self._score(touching[key], key, name))
+            best = max(sorted(candidates, key=lambda name: name != PLAIN), key=lambda name: self._score(list(touching[key].values()), key, name))
             if best != PLAIN:
                 self.layouts[key] = best
 

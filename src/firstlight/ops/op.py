@@ -77,7 +77,7 @@ class Shape:
     distinct_experts: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """A call to be bound: what a provider's `when` sees. `args` and `kwargs` hold meta tensors in place of tensors."""
 

@@ -266,7 +266,8 @@ class Scheduler:
         else:
             self._residency.grow(growing)
         for progress, count in growing:
-            draft.append_pages(progress, count)
+            if progress.row:  # not preempted since, for a newer online request
+                draft.append_pages(progress, count)
         return stalled
 
     def _make_room_to_grow(self, progress: Progress, count: int, stalled: set[int]) -> bool:

@@ -19,7 +19,8 @@ from firstlight.server.errors import ApiError
 from firstlight.server.guards import KeyGuard, read_body
 from firstlight.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from firstlight.server.replies import ChatReply, CompletionReply, Reply
-from firstlight.server.service import Job, Run, Service
+from firstlight.server.run import Run
+from firstlight.server.service import Job, Service
 from firstlight.server.sse import DONE, EventStream, event, while_connected
 
 logger = logging.getLogger(__name__)

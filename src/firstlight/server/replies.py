@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from firstlight.server.answer import Piece
-from firstlight.server.service import Usage
+from firstlight.server.run import Usage
 
 
 class Reply:

@@ -10,19 +10,20 @@ import asyncio
 import hashlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from firstlight.engine.messages import Started
 from firstlight.errors import FirstlightError
-from firstlight.scheduling.sampling import FinishReason, SamplingParams, ServiceClass
+from firstlight.scheduling.sampling import SamplingParams, ServiceClass
 from firstlight.server.answer import Answer, Piece, joined
-from firstlight.server.engine_client import EngineClient, Generation, QueueFullError, RefusedError
+from firstlight.server.engine_client import EngineClient, QueueFullError
 from firstlight.server.errors import ApiError, bad_request
 from firstlight.server.metrics import Metrics
 from firstlight.server.protocol import SEED_LIMIT, ChatRequest, CompletionRequest, GenerationRequest
+from firstlight.server.run import Run, Usage, engine_gone
 from firstlight.server.spawn import EngineFailedError
 from firstlight.weights.tokenizer import TextStream, Tokenizer
 
@@ -31,15 +32,6 @@ INLINE_CHARACTERS = 2000
 TOKENIZER_THREADS = 2
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Token counts of a request, all its prompts together."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -131,7 +123,7 @@ class Service:
             Answer(index, self._text_stream(), job.stop_strings, sampling.stop_token_ids)
             for index, sampling in enumerate(job.sampling)
         ]
-        run = Run(self, generations, answers)
+        run = Run(self.client, self.metrics, generations, answers)
         if not only_end:
             try:
                 await run.wait_accepted()
@@ -245,74 +237,7 @@ class Service:
         return None if self.tokenizer is None else TextStream(self.tokenizer)
 
 
-class Run:
-    """A job in the engine. Whoever has it calls `close` in the end, which frees what still runs."""
-
-    def __init__(self, service: Service, generations: list[Generation], answers: list[Answer]) -> None:
-        self._service = service
-        self._generations = generations
-        self._answers = answers
-        self._changed = generations[0].changed
-
-    async def wait_accepted(self) -> None:
-        """Wait until the engine has every prompt in its queue. Raises ApiError when it refuses one."""
-        while not all(generation.accepted or generation.ended for generation in self._generations):
-            self._changed.clear()
-            await self._changed.wait()
-        self._raise_errors()
-        self._changed.set()  # tokens may have come meanwhile
-
-    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """What is new, for as many prompts as have news, until all are finished. Raises ApiError."""
-        while not all(answer.finished for answer in self._answers):
-            await self._changed.wait()
-            self._changed.clear()
-            self._raise_errors()
-            news = []
-            for generation, answer in zip(self._generations, self._answers, strict=True):
-                if answer.finished or not (generation.fresh or generation.ended):
-                    continue
-                piece = answer.push(generation.take(), generation.finish_reason)
-                if answer.finished:
-                    self._service.client.release([generation])
-                news.append(piece)
-            if news:
-                yield news
-
-    def usage(self) -> Usage:
-        """Token counts so far."""
-        return Usage(
-            sum(generation.prompt_tokens for generation in self._generations),
-            sum(answer.token_count for answer in self._answers),
-            sum(generation.cached_tokens for generation in self._generations),
-        )
-
-    def close(self) -> None:
-        """Abort what still runs, and count how each prompt ended."""
-        self._service.client.release(self._generations)
-        for generation, answer in zip(self._generations, self._answers, strict=True):
-            if isinstance(generation.error, RefusedError):
-                outcome = "refused"
-            elif generation.error is not None:
-                outcome = "failed"
-            else:
-                outcome = answer.finish_reason or FinishReason.ABORT  # the client left
-            self._service.metrics.ended(generation, outcome)
-
-    def _raise_errors(self) -> None:
-        for generation in self._generations:
-            if isinstance(generation.error, RefusedError):
-                raise ApiError(generation.error.status, str(generation.error), code="request_refused")
-            if generation.error is not None:
-                raise engine_gone(generation.error)
-
-
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """tokenizer.encode, but so that the other threads go on meanwhile: only the library's batches release the GIL."""
     ids: list[int] = tokenizer.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
-
-
-def engine_gone(failure: Exception) -> ApiError:
-    """The answer to every request once the engine is dead."""
-    return ApiError(503, f"the engine is gone: {failure}", code="engine_failed")

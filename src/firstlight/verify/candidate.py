@@ -79,7 +79,9 @@ class Candidate:
         length = [row.start + row.count for row in rows]
         return StepBatch(
             bucket=bucket,
-            ids=torch.cat([sequence.ids[span] for sequence, span in zip(sequences, spans, strict=True)]).to(self.device),
+            ids=torch.cat([sequence.ids[span] for sequence, span in zip(sequences, spans, strict=True)]).to(
+                self.device
+            ),
             positions=torch.cat(positions, dim=-1).to(self.device),
             query_start=i32([0, *torch.tensor(counts).cumsum(0).tolist()]),
             length=i32(length),
@@ -116,7 +118,9 @@ class Candidate:
         for row in rows:
             if row.parent is not None:  # the shared pages stay those of this sequence in later steps
                 shared = row.start // PAGE_SIZE
-                self.pages[row.sequence + 1, :shared] = pages[row.sequence + 1, :shared] = pages[row.parent + 1, :shared]
+                self.pages[row.sequence + 1, :shared] = pages[row.sequence + 1, :shared] = pages[
+                    row.parent + 1, :shared
+                ]
         line = self._int32([row.sequence + 1 for row in rows])
         request = torch.cat([torch.full((row.count,), i) for i, row in enumerate(rows)]).to(self.device)
         index = torch.cat([torch.arange(row.start, row.start + row.count) for row in rows]).to(self.device)
@@ -135,8 +139,6 @@ class Candidate:
             self._int32([self.slot(row.sequence) for row in rows]),
             torch.tensor(exports, dtype=torch.int32, device=self.device).reshape(-1, 3),
         )
-
-    # ------------------------------------------------------------------------------------------------ running
 
     def run_whole(self, step: StepBatch, rows: tuple[Row, ...], records: list[Record]) -> Iterator[Answer]:
         """The model as it is served: the residual stream after every layer, and the logits."""
@@ -158,7 +160,7 @@ class Candidate:
         try:
             logits = self.model(step)
         except Exception as error:  # whatever a module raises is a finding about it
-            failure = _failure(error)
+            failure = failure_of(error)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -178,7 +180,12 @@ class Candidate:
             try:
                 yield Answer(path, tuple(zip(self._run(path, step, call, angles), call.outputs, strict=True)), call.gap)
             except Exception as error:
-                yield Answer(path, (), failure=_failure(error))
+                yield Answer(path, (), failure=failure_of(error))
+
+    def run_module(self, path: str, step: StepBatch, rows: tuple[Row, ...], records: list[Record]) -> None:
+        """One module on the reference's inputs, for what an observer sees of it."""
+        values = self._values(rows, records)
+        self._run(path, step, values(path), values("rotary").outputs[0])
 
     def run_layers(self, step: StepBatch, rows: tuple[Row, ...], records: list[Record]) -> Iterator[Answer]:
         """Every layer as a whole on the reference's inputs: what its modules don't show is in how they are wired."""
@@ -193,7 +200,7 @@ class Candidate:
                 layer(step, carry)
                 yield Answer(path, ((_stream(carry), call.outputs[0]),), call.gap)
             except Exception as error:
-                yield Answer(path, (), failure=_failure(error))
+                yield Answer(path, (), failure=failure_of(error))
 
     def _run(self, path: str, step: StepBatch, call: Call, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         module = self.model.get_submodule(path)
@@ -213,7 +220,8 @@ class Candidate:
         def values(path: str) -> Call:
             calls = [records[row.sequence][path] for row in rows]
             inputs = tuple(
-                None if parts[0] is None else cut(list(parts)) for parts in zip(*(call.inputs for call in calls), strict=True)
+                None if parts[0] is None else cut(list(parts))
+                for parts in zip(*(call.inputs for call in calls), strict=True)
             )
             outputs = tuple(cut(list(parts)) for parts in zip(*(call.outputs for call in calls), strict=True))
             gaps = [call.gap for call in calls if call.gap is not None]
@@ -230,5 +238,6 @@ def _stream(carry: Carry) -> torch.Tensor:
     return carry.residual.float() if carry.hidden is None else carry.residual.float() + carry.hidden.float()
 
 
-def _failure(error: Exception) -> str:
+def failure_of(error: Exception) -> str:
+    """What a module raised, in a line."""
     return f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from firstlight.verify.blame import OpError
 from firstlight.verify.candidate import Answer
 from firstlight.verify.compare import Tolerance, row_errors
 from firstlight.verify.workload import Row
@@ -53,9 +54,10 @@ def places(rows: tuple[Row, ...]) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class Findings:
-    """All findings of a run, by (kind, path, phase), in the order in which the modules run."""
+    """All findings of a run, by (kind, path, phase). ops: of the first wrong module, against their own references."""
 
     tolerance: Tolerance
+    ops: list[OpError] = field(default_factory=list)
     by_key: dict[tuple[str, str, str], Finding] = field(default_factory=dict)
 
     def finding(self, kind: str, path: str, phase: str) -> Finding:
@@ -131,7 +133,7 @@ class Findings:
         return [finding for finding in bad if finding.path == first.path and finding.kind == first.kind]
 
 
-PLACES = ("embed_tokens", "rotary", "layers", "norm", "lm_head")
+PLACES = ("visual", "embed_tokens", "rotary", "layers", "norm", "lm_head")
 WITHIN_LAYER = ("input_layernorm", "mixer", "post_attention_layernorm", "mlp")
 
 

@@ -104,7 +104,9 @@ def _cut(config: Mapping[str, Any], model: CausalModel, layers: int, device: tor
     """The config with its first `layers` layers, or with those that fit. model: the whole one, on the meta device."""
     total = model.config.num_hidden_layers
     if not 0 <= layers <= total:
-        raise FirstlightError(f"--layers {layers}: the model has {total} layers; give 1 to {total}, or 0 for as many as fit")
+        raise FirstlightError(
+            f"--layers {layers}: the model has {total} layers; give 1 to {total}, or 0 for as many as fit"
+        )
     count = layers or _fitting_layers(model, _free_bytes(device))
     text = dict(config["text_config"]) if isinstance(config.get("text_config"), Mapping) else dict(config)
     text["num_hidden_layers"] = count

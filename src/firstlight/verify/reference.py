@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from firstlight.verify.compare import routing_gaps
+from firstlight.verify.reference_weights import build_reference, silenced
 from firstlight.verify.workload import Sequence
 from firstlight.weights.stored import StoredTensor
 
@@ -38,8 +39,6 @@ class Reference:
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
         """config: a config.json. tensors: by the names that `published_names` gives. Raises CheckpointError."""
-        from firstlight.verify.reference_weights import build_reference
-
         self.device = device
         self.model = build_reference(config, tensors, device)
         base = self.model.model
@@ -61,14 +60,18 @@ class Reference:
     def run(self, sequence: Sequence, quiet: bool = False) -> tuple[Record, Record]:
         """What every module was given and gave on a sequence; and, if asked, what it gives on quiet inputs (else empty)."""
         observer = _Observer(self, quiet)
-        hooks = [module.register_forward_hook(observer.watch(path), with_kwargs=True) for path, module in self.modules.items()]
+        hooks = [
+            module.register_forward_hook(observer.watch(path), with_kwargs=True)
+            for path, module in self.modules.items()
+        ]
         for path, module in self.modules.items():
             if path.endswith(".mlp") and hasattr(module, "gate"):
-                hooks.append(module.gate.register_forward_hook(observer.watch_router(path)))
+                router = module.get_submodule("gate")
+                hooks.append(router.register_forward_hook(observer.watch_router(path)))
         positions = sequence.positions.to(self.device)
         positions = positions[None] if positions.dim() == 1 else positions[:, None]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), silenced():
                 out = self.text(input_ids=sequence.ids[None].to(self.device), position_ids=positions, use_cache=False)
                 self.model.lm_head(out.last_hidden_state)
         finally:
@@ -117,7 +120,9 @@ class _Observer:
         small = given * (QUIET_RMS / given.square().mean().sqrt())
         # `forward` and not a call: a module's own hooks stay out of it, its router's are wanted.
         gap = self.gaps.get(path)
-        out = _first(module.forward(small, *args[1:], **kwargs) if args else module.forward(**{**kwargs, "hidden_states": small}))
+        out = _first(
+            module.forward(small, *args[1:], **kwargs) if args else module.forward(**{**kwargs, "hidden_states": small})
+        )
         quiet_gap = self.gaps.get(path)
         if gap is not None:
             self.gaps[path] = gap
@@ -133,7 +138,9 @@ class _Observer:
         residual = gave["embed_tokens"]
         for i in range(len(self.reference.text.layers)):
             path = f"layers.{i}"
-            first, mixer, second, mlp = (f"{path}.{part}" for part in ("input_layernorm", "mixer", "post_attention_layernorm", "mlp"))
+            first, mixer, second, mlp = (
+                f"{path}.{part}" for part in ("input_layernorm", "mixer", "post_attention_layernorm", "mlp")
+            )
             record[first] = Call((hidden, residual), (gave[first], given[first]))
             record[mixer] = Call((given[mixer],), (gave[mixer],))
             record[second] = Call((gave[mixer], given[first]), (gave[second], given[second]))

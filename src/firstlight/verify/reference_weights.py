@@ -7,7 +7,8 @@ storing: so each parameter gets the values that the stored tensors stand for, in
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,18 +30,26 @@ def build_reference(config: Mapping[str, Any], tensors: Mapping[str, StoredTenso
     import transformers
     from transformers.initialization import no_init_weights
 
+    with silenced(), no_init_weights(), torch.device(device):
+        model = _model_class(transformers, config)._from_config(
+            _parsed(transformers, config), attn_implementation="eager", dtype=torch.float32
+        )
+    model.tie_weights()
+    fill(model, config, tensors)
+    return model.float().eval()
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Without transformers' advice on packages that would make it faster."""
+    import transformers
+
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        with no_init_weights(), torch.device(device):
-            model = _model_class(transformers, config)._from_config(
-                _parsed(transformers, config), attn_implementation="eager", dtype=torch.float32
-            )
-        model.tie_weights()
+        yield
     finally:
         transformers.logging.set_verbosity(verbosity)
-    fill(model, config, tensors)
-    return model.float().eval()
 
 
 def _parsed(transformers: Any, config: Mapping[str, Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from rich.markup import escape
@@ -76,9 +75,20 @@ def verdict(subject: Subject, findings: Findings) -> list[str]:
     if worst.failure:
         return [*lines, f"in {worst.phase}: {worst.failure}"]
     where = f"sequence {worst.sequence}, token {worst.token}"
+    errors = f"relative error {figure(worst.error)}, tolerance {figure(worst.tolerance)}"
+    return [*lines, f"worst row: {where} in {worst.phase}: {errors}", *_blamed(findings)]
+
+
+def _blamed(findings: Findings) -> list[str]:
+    """Which ops of the first wrong module differ from their own references."""
+    if not findings.ops:
+        return []
+    wrong = [op for op in findings.ops if op.error > findings.tolerance.module]
+    if not wrong:
+        return ["each op that it calls agrees with the op's own reference: look at its weights, arguments and wiring"]
     return [
-        *lines,
-        f"worst row: {where} in {worst.phase}: relative error {figure(worst.error)}, tolerance {figure(worst.tolerance)}",
+        f"{op.op} at {op.site} ({op.provider}) departs from the op's own reference by {figure(op.error)}"
+        for op in wrong
     ]
 
 
@@ -97,6 +107,9 @@ def as_json(name: str, subject: Subject, findings: Findings) -> dict[str, Any]:
         "worst_end_to_end": _number(findings.worst),
         "verdict": verdict(subject, findings),
         "first_fault": _finding_json(max(faults, key=_severity)) if faults else None,
+        "ops_of_first_fault": [
+            {"site": op.site, "op": op.op, "provider": op.provider, "error": _number(op.error)} for op in findings.ops
+        ],
         "findings": [_finding_json(finding) for finding in findings.all],
     }
 
@@ -104,11 +117,6 @@ def as_json(name: str, subject: Subject, findings: Findings) -> dict[str, Any]:
 def figure(value: float) -> str:
     """An error with two digits."""
     return "not finite" if math.isinf(value) else f"{value:.1e}"
-
-
-def worst_of(findings: Iterable[Finding]) -> float:
-    """The largest error, 0 if there is none."""
-    return max((finding.error for finding in findings), default=0.0)
 
 
 def _finding_json(finding: Finding) -> dict[str, Any]:

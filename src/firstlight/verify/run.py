@@ -10,11 +10,14 @@ import torch
 
 from firstlight.errors import FirstlightError
 from firstlight.models import CausalModel
+from firstlight.ops.observe import observed
+from firstlight.verify.blame import Comparison, OpError
 from firstlight.verify.candidate import Candidate
 from firstlight.verify.compare import TOLERANCES, Tolerance
 from firstlight.verify.findings import MODULE, WIRING, Findings
 from firstlight.verify.reference import Record, Reference
-from firstlight.verify.workload import Phase, Sequence, make_phases, make_sequences
+from firstlight.verify.tower import PATH, Images, reference_images, run_tower
+from firstlight.verify.workload import IMAGE, Phase, Row, Sequence, make_phases, make_sequences
 from firstlight.weights.stored import StoredTensor
 
 
@@ -40,11 +43,12 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The reference's records of every sequence, as they are, and of the first on quiet inputs."""
+    """The reference's records of every sequence, of the first on quiet inputs, and what its vision tower made of images."""
 
     sequences: list[Sequence]
     records: list[Record]
     quiet: Record
+    images: Images | None
 
     def of(self, phase: Phase) -> list[Record]:
         """What a phase is compared with, by sequence."""
@@ -56,16 +60,20 @@ def reference_answers(subject: Subject, progress: Callable[[str], None] = lambda
     progress("building the reference")
     reference = Reference(subject.config, subject.tensors, subject.device)
     sequences = make_sequences(subject.model.config.vocab_size, subject.model.position_rows, subject.seed)
-    records, quiet = [], {}
+    records: list[Record] = []
+    quiet: Record = {}
     for i, sequence in enumerate(sequences):
         progress(f"reference: sequence {i + 1} of {len(sequences)}, {len(sequence)} tokens")
         record, calls = reference.run(sequence, quiet=i == 0)
         records.append(record)
         quiet = quiet or calls
-    return Answers(sequences, records, quiet)
+    images = reference_images(reference.model, subject.model, subject.device, subject.seed)
+    return Answers(sequences, records, quiet, images)
 
 
-def verify(subject: Subject, answers: Answers | None = None, progress: Callable[[str], None] = lambda text: None) -> Findings:
+def verify(
+    subject: Subject, answers: Answers | None = None, progress: Callable[[str], None] = lambda text: None
+) -> Findings:
     """Compare a model with its reference.
 
     answers: of `reference_answers`, if they are there already. Raises FirstlightError for a dtype without tolerances.
@@ -75,11 +83,32 @@ def verify(subject: Subject, answers: Answers | None = None, progress: Callable[
     answers = answers or reference_answers(subject, progress)
     candidate = Candidate(subject.model, answers.sequences, subject.device, subject.dtype)
     findings = Findings(subject.tolerance)
+    phases = make_phases(subject.model.position_rows)
     with torch.no_grad():
-        for phase in make_phases(subject.model.position_rows):
+        if answers.images is not None:
+            count = len(answers.images.embeddings)
+            findings.add(MODULE, IMAGE, (Row(0, 0, count),), run_tower(subject.model, answers.images, subject.dtype))
+        for phase in phases:
             progress(phase.name)
             _judge(candidate, phase, answers.of(phase), findings)
+        faults = findings.faults()
+        if faults and faults[0].kind == MODULE and faults[0].path != PATH:
+            phase = next(phase for phase in phases if phase.name == faults[0].phase)
+            findings.ops = _blame(candidate, phase, answers.of(phase), faults[0].path)
     return findings
+
+
+def _blame(candidate: Candidate, phase: Phase, records: list[Record], path: str) -> list[OpError]:
+    """The ops of a wrong module, each against its own reference, over a phase."""
+    comparison = Comparison(candidate.model, path)
+    candidate.reset()
+    try:
+        with observed(candidate.model, comparison.observer()):
+            for rows in phase.steps:
+                candidate.run_module(path, candidate.step(rows), rows, records)
+    except Exception:  # the finding itself says what the module raised
+        return []
+    return list(comparison.errors.values())
 
 
 def _judge(candidate: Candidate, phase: Phase, records: list[Record], findings: Findings) -> None:

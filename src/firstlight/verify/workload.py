@@ -16,6 +16,7 @@ for every way of cutting it: prefill at once, in chunks, token by token, or side
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -85,7 +86,9 @@ def _image_positions(length: int) -> torch.Tensor:
     rows, columns, first = 6, 9, 31
     text = torch.arange(length).expand(3, -1)
     positions = text.clone()
-    grid = torch.stack([torch.zeros(rows, columns), *torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")])
+    grid = torch.stack(
+        [torch.zeros(rows, columns), *torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")]
+    )
     positions[:, first : first + rows * columns] = first + grid.flatten(1).long()
     after = first + rows * columns
     positions[:, after:] = text[:, after:] - after + first + max(rows, columns)
@@ -97,10 +100,16 @@ def make_phases(position_rows: int) -> list[Phase]:
     prompt, end = 123, 132  # over 128, where a page ends (of any usual size) and a chunk of the delta rule
     decode = ((Row(0, 0, prompt),), *((Row(0, t, 1, decode=True),) for t in range(prompt, end)))
     cuts = (0, 70, 72, 73, 200, LONG)
-    chunks = tuple((Row(0, a, b - a),) for a, b in zip(cuts, cuts[1:], strict=False))
+    chunks = tuple((Row(0, a, b - a),) for a, b in pairwise(cuts))
     batch = (
         (Row(1, 0, 40), Row(3, 0, 129), Row(0, 0, 100, export=SHARED_PREFIX)),
-        (Row(3, 129, 1, True), Row(1, 40, 1, True), Row(2, 0, 33), Row(4, SHARED_PREFIX, 30, parent=0), Row(0, 100, 50)),
+        (
+            Row(3, 129, 1, True),
+            Row(1, 40, 1, True),
+            Row(2, 0, 33),
+            Row(4, SHARED_PREFIX, 30, parent=0),
+            Row(0, 100, 50),
+        ),
         (Row(1, 41, 1, True), Row(4, 94, 1, True), Row(2, 33, 1, True), Row(3, 130, 1, True)),
         (Row(4, 95, 1, True), Row(2, 34, 1, True), Row(3, 131, 1, True), Row(1, 42, 48), Row(0, 150, 45)),
         (Row(2, 35, 1, True), Row(4, 96, 1, True), Row(3, 132, 18), Row(0, 195, 5)),

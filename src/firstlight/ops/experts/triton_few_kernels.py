@@ -20,25 +20,30 @@ from firstlight.quant import Packed, Weight
 @triton.jit
 def gate_and_up(
     x_ptr, experts_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, hidden_ptr,
-    H, x_stride_t, w_stride_e, w_stride_n, scale_stride_e, scale_stride_n, first_expert, local_experts,
-    I: tl.constexpr, SHARED_I: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
+    H, x_stride_t, w_stride_e, w_stride_n, scale_stride_e, scale_stride_n, shared_stride_n, shared_scale_stride_n,
+    first_expert, local_experts,
+    I: tl.constexpr, SHARED_I: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
     """hidden [T * SLOTS, max(I, SHARED_I)] = silu(gate) * up of each choice; rows of choices that aren't local stay unwritten."""
     i_tile, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, choice = i_row // SLOTS, i_row % SLOTS
-    local = True
     size = I
-    if SLOTS > TOP_K and choice == TOP_K:
-        size = SHARED_I
+    if SLOTS > TOP_K:
+        is_shared = choice == TOP_K
+        expert = tl.load(experts_ptr + token * TOP_K + choice, mask=choice < TOP_K, other=0).to(tl.int64) - first_expert
+        local = is_shared | ((expert >= 0) & (expert < local_experts))
+        w_ptr = tl.where(is_shared, shared_ptr, w_ptr + expert * w_stride_e)
+        scale_ptr = tl.where(is_shared, shared_scale_ptr, scale_ptr + expert * scale_stride_e)
+        w_stride_n = tl.where(is_shared, shared_stride_n, w_stride_n)
+        scale_stride_n = tl.where(is_shared, shared_scale_stride_n, scale_stride_n)
+        size = tl.where(is_shared, SHARED_I, I)
     else:
         expert = tl.load(experts_ptr + token * TOP_K + choice).to(tl.int64) - first_expert
         local = (expert >= 0) & (expert < local_experts)
         w_ptr += expert * w_stride_e
         scale_ptr += expert * scale_stride_e
-    if SLOTS > TOP_K and choice == TOP_K:
-        w_ptr = shared_ptr
-        scale_ptr = shared_scale_ptr
     if local and i_tile * BLOCK_I < size:
         o_i = i_tile * BLOCK_I + tl.arange(0, BLOCK_I)
         m_i = o_i < size
@@ -157,6 +162,7 @@ def experts(
         x, w_ptr=up_data, scale_ptr=up_scale, shared_ptr=shared_up, shared_scale_ptr=shared_up_scale,
         x_stride_t=x.stride(0), w_stride_e=up_data.stride(0), w_stride_n=up_data.stride(1),
         scale_stride_e=up_scale.stride(0), scale_stride_n=up_scale.stride(1),
+        shared_stride_n=shared_up.stride(-2), shared_scale_stride_n=shared_up_scale.stride(-2),
         BLOCK_I=block_i, BLOCK_K=block_k, SCALE_ROWS=up_block[0], SCALE_COLUMNS=up_block[1],
         num_warps=tuning.get("num_warps", 4), **common,
     )  # fmt: skip

@@ -1,0 +1,50 @@
+"""Experts for many tokens: the pairs (token, expert) are sorted on the device and multiplied in tiles of one expert.
+
+Launches: sort; quantise the tokens; gate and up with silu; quantise the intermediate; down; weighted sum. Every grid has a
+static bound and programs past the last tile end at once, so it can be captured.
+FP8 block weights are multiplied in FP8, their activations quantised to one scale a token and 128 columns: the scheme that
+such checkpoints declare (`activation_scheme: dynamic`). Plain weights are multiplied in the activations' dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from firstlight.ops.linear.triton_skinny import weight_refusal
+from firstlight.ops.op import Call
+from firstlight.ops.triton_support import unavailable
+from firstlight.quant import Packed, Weight
+
+BLOCK = 128
+"""Columns that share a scale, of weights and activations."""
+
+
+def when(call: Call) -> str | None:
+    """FP8 in blocks of 128 x 128 with bfloat16 or float16 activations, or plain weights of the activations' dtype."""
+    if reason := unavailable(call.hardware):
+        return reason
+    x, _, _, gate_up, down = call.args
+    if isinstance(x, Packed) or x.dtype not in (torch.bfloat16, torch.float16):
+        return f"the activations are {x.format if isinstance(x, Packed) else x.dtype}"
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if reason := weight_refusal(weight, call.hardware.architecture):
+            return f"{name}: {reason}"
+        if isinstance(weight, Packed) and weight.format.block != (BLOCK, BLOCK):
+            return f"{name} has a scale for {weight.format.block}, and this reads {BLOCK} x {BLOCK}"
+        if isinstance(weight, Tensor) and weight.dtype != x.dtype:
+            return f"{name} is {weight.dtype}, the activations {x.dtype}"
+    if isinstance(gate_up, Packed) != isinstance(down, Packed):
+        return "reads both projections packed or both plain"
+    size, hidden = down.shape[2], down.shape[1]
+    if isinstance(down, Packed) and (size % BLOCK or hidden % BLOCK):
+        return f"hidden size {hidden} and intermediate size {size} must be multiples of {BLOCK}"
+    return None
+
+
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Weight, down: Weight, *, first_expert: int = 0) -> Tensor:
+    """The contract of `experts`. Tolerance with FP8: 4 % of the result's RMS, from the activations' quantisation."""
+    from firstlight.ops.experts import triton_grouped_kernels as kernels
+
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return kernels.experts(x, weights.contiguous(), experts.contiguous(), gate_up, down, first_expert)

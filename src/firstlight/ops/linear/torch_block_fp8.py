@@ -1,0 +1,44 @@
+"""torch's block-scaled FP8 product (cuBLASLt) for many tokens, the activations quantised by one Triton kernel.
+
+The scheme is that of `triton_block_fp8`: one scale a token and 128 columns, one a block of 128 x 128 weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from firstlight.ops.linear import triton_block_fp8
+from firstlight.ops.op import Call
+from firstlight.quant import Packed
+
+SCALE_COLUMNS = 4
+"""cuBLASLt reads rows of weight scales in fours."""
+LEAST_TOKENS = 512
+"""Below it, tiles of its fixed size are mostly empty."""
+
+
+def when(call: Call) -> str | None:
+    """Many tokens on a Hopper GPU, results in bfloat16, no bias."""
+    if reason := triton_block_fp8.when(call):
+        return reason
+    x, weight = call.args[:2]
+    bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
+    if call.hardware.architecture != "sm_90":
+        return f"serves sm_90, not {call.hardware.architecture}"
+    if bias is not None or (call.kwargs.get("dtype") or x.dtype) != torch.bfloat16:
+        return "gives bfloat16 without a bias"
+    if x.shape[0] < LEAST_TOKENS:
+        return f"serves {LEAST_TOKENS} tokens or more, not {x.shape[0]}"
+    if weight.shape[0] % triton_block_fp8.BLOCK or weight.shape[1] % (SCALE_COLUMNS * triton_block_fp8.BLOCK):
+        return f"needs rows a multiple of 128 and columns of 512, not {weight.shape}"
+    return None
+
+
+def run(x: Tensor, weight: Packed, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The contract of `linear`. Tolerance: 4 % of the result's RMS, from the activations' quantisation."""
+    from firstlight.ops.linear.triton_quantise import quantised
+
+    data, scale = weight.parts["data"], weight.parts["scale"].float()
+    rows, row_scale = quantised(x if x.stride(1) == 1 else x.contiguous(), data.dtype, column_major=True)
+    return torch._scaled_mm(rows, data.t(), scale_a=row_scale, scale_b=scale.t(), out_dtype=torch.bfloat16)

@@ -1,0 +1,43 @@
+"""FP8 block weights times many tokens, multiplied in FP8: twice the rate of bfloat16, half its bytes.
+
+Activations are quantised to one scale a token and 128 columns, the scheme that such checkpoints declare (`activation_scheme:
+dynamic`). Each 128 columns are summed by the matrix unit, then scaled and added in float32: FP8 units keep too few bits to
+add up a long row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from firstlight.ops.linear.triton_skinny import weight_refusal
+from firstlight.ops.op import Call
+from firstlight.ops.triton_support import unavailable
+from firstlight.quant import Packed
+
+BLOCK = 128
+
+
+def when(call: Call) -> str | None:
+    """FP8 in blocks of 128 x 128, columns a multiple of 128, bfloat16 or float16 activations."""
+    if reason := unavailable(call.hardware):
+        return reason
+    x, weight = call.args[:2]
+    if isinstance(x, Packed) or x.dtype not in (torch.bfloat16, torch.float16):
+        return f"the activations are {x.format if isinstance(x, Packed) else x.dtype}"
+    if not isinstance(weight, Packed):
+        return "reads FP8 weights only"
+    if reason := weight_refusal(weight, call.hardware.architecture):
+        return reason
+    if weight.format.block != (BLOCK, BLOCK) or weight.shape[1] % BLOCK:
+        return f"needs blocks of {BLOCK} x {BLOCK} that divide the columns; they are {weight.format.block} of {weight.shape[1]}"
+    return None
+
+
+def run(x: Tensor, weight: Packed, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The contract of `linear`. Tolerance: 4 % of the result's RMS, from the activations' quantisation."""
+    from firstlight.ops.linear import triton_block_fp8_kernel as kernels
+
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"linear: x has {x.shape[1]} columns, the weight {weight.shape[1]}")
+    return kernels.product(x if x.stride(1) == 1 else x.contiguous(), weight, bias, dtype or x.dtype)

@@ -1,0 +1,128 @@
+"""Kernel of `triton_fused`, and of the norms that add or gate around it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def scaled(b_x, b_weight, D, eps, DTYPE: tl.constexpr, ZERO_CENTRED: tl.constexpr):
+    """Rows [R, BLOCK_D] in float32, zero past column D, over their root mean square and scaled: rounded as `rms_norm` says."""
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=1) / D + eps)[:, None]
+    if ZERO_CENTRED:
+        return (b_y * (1.0 + b_weight)[None, :]).to(DTYPE)
+    return (b_y.to(DTYPE).to(tl.float32) * b_weight[None, :]).to(DTYPE)
+
+
+@triton.jit
+def norm_rows(
+    x_ptr, weight_ptr, y_ptr, rows, heads, D, eps, x_stride_t, x_stride_h,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ZERO_CENTRED: tl.constexpr,
+):  # fmt: skip
+    """y [rows, D] from x [rows / heads, heads, D]."""
+    o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_d = tl.arange(0, BLOCK_D)
+    mask = (o_r < rows)[:, None] & (o_d < D)[None, :]
+    p_x = x_ptr + (o_r // heads * x_stride_t + o_r % heads * x_stride_h)[:, None] + o_d[None, :]
+    b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
+    b_weight = tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    b_y = scaled(b_x, b_weight, D, eps, y_ptr.dtype.element_ty, ZERO_CENTRED)
+    tl.store(y_ptr + o_r[:, None] * D + o_d[None, :], b_y, mask=mask)
+
+
+@triton.jit
+def add_and_norm_rows(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, D, eps, x_stride_t, residual_stride_t,
+    BLOCK_D: tl.constexpr, ZERO_CENTRED: tl.constexpr,
+):  # fmt: skip
+    """A program a row: sum = x + residual, rounded; y = its norm."""
+    i_t = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    mask = o_d < D
+    b_x = tl.load(x_ptr + i_t * x_stride_t + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_residual = tl.load(residual_ptr + i_t * residual_stride_t + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_weight = tl.load(weight_ptr + tl.arange(0, BLOCK_D), mask=tl.arange(0, BLOCK_D) < D, other=0.0).to(tl.float32)
+    b_sum = (b_x + b_residual).to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + i_t * D + o_d, b_sum, mask=mask)
+    b_y = scaled(b_sum.to(tl.float32), b_weight, D, eps, y_ptr.dtype.element_ty, ZERO_CENTRED)
+    tl.store(y_ptr + i_t * D + o_d, b_y, mask=mask)
+
+
+@triton.jit
+def norm_and_gate_rows(
+    x_ptr, gate_ptr, weight_ptr, y_ptr, rows, heads, D, eps, x_stride_t, x_stride_h, gate_stride_t, gate_stride_h,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """y [rows, D] = norm(x) * weight * silu(gate); x and gate [rows / heads, heads, D]; WIDE: dtype of norm * weight."""
+    o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_d = tl.arange(0, BLOCK_D)
+    mask = (o_r < rows)[:, None] & (o_d < D)[None, :]
+    p_x = x_ptr + (o_r // heads * x_stride_t + o_r % heads * x_stride_h)[:, None] + o_d[None, :]
+    p_gate = gate_ptr + (o_r // heads * gate_stride_t + o_r % heads * gate_stride_h)[:, None] + o_d[None, :]
+    b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
+    b_gate = tl.load(p_gate, mask=mask, other=0.0).to(tl.float32)
+    b_weight = tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=1) / D + eps)[:, None]
+    b_y = (b_y.to(y_ptr.dtype.element_ty).to(tl.float32) * b_weight[None, :]).to(WIDE).to(tl.float32)
+    b_y *= b_gate * tl.sigmoid(b_gate)
+    tl.store(y_ptr + o_r[:, None] * D + o_d[None, :], b_y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def as_heads(x: Tensor) -> tuple[Tensor, int]:
+    """(x as [tokens, heads, D], heads)."""
+    x = x if x.dim() == 3 else x.unsqueeze(1)
+    return x, x.shape[1]
+
+
+def rows_together(columns: int) -> int:
+    """Rows that a program takes: about 1,024 elements, eight for each of 128 threads."""
+    return max(1, 1024 // columns)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
+    """x [T, D] or [T, heads, D], columns adjacent."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, heads = as_heads(x)
+    rows, size = x.shape[0] * heads, x.shape[2]
+    block_d = triton.next_power_of_2(size)
+    block_r = rows_together(block_d)
+    if rows:
+        norm_rows[(triton.cdiv(rows, block_r),)](
+            x, weight, y, rows, heads, size, eps, x.stride(0), x.stride(1),
+            BLOCK_R=block_r, BLOCK_D=block_d, ZERO_CENTRED=zero_centred, num_warps=4 if block_d <= 4096 else 8,
+        )  # fmt: skip
+    return y
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
+    """x and residual [T, D], columns adjacent -> (normed, sum)."""
+    tokens, size = x.shape
+    y = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
+    total = torch.empty_like(y)
+    block_d = triton.next_power_of_2(size)
+    if tokens:
+        add_and_norm_rows[(tokens,)](
+            x, residual, weight, y, total, size, eps, x.stride(0), residual.stride(0),
+            BLOCK_D=block_d, ZERO_CENTRED=zero_centred, num_warps=4 if block_d <= 4096 else 8,
+        )  # fmt: skip
+    return y, total
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x and gate [T, D] or [T, heads, D], columns adjacent."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    (x, heads), (gate, _) = as_heads(x), as_heads(gate)
+    rows, size = x.shape[0] * heads, x.shape[2]
+    block_d = triton.next_power_of_2(size)
+    block_r = rows_together(block_d)
+    if rows:
+        norm_and_gate_rows[(triton.cdiv(rows, block_r),)](
+            x, gate, weight, y, rows, heads, size, eps, x.stride(0), x.stride(1), gate.stride(0), gate.stride(1),
+            BLOCK_R=block_r, BLOCK_D=block_d, WIDE=getattr(tl, str(wide).removeprefix("torch.")),
+            num_warps=4 if block_d <= 4096 else 8,
+        )  # fmt: skip
+    return y

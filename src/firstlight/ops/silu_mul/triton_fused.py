@@ -1,0 +1,24 @@
+"""SwiGLU's middle in one launch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from firstlight.ops.op import Call
+from firstlight.ops.rms_norm.triton_fused import SUPPORTED
+from firstlight.ops.triton_support import unavailable
+
+
+def when(call: Call) -> str | None:
+    """Rows of floats."""
+    x = call.args[0]
+    if reason := unavailable(call.hardware):
+        return reason
+    return None if x.dim() == 2 and x.dtype in SUPPORTED else f"serves rows of floats, not {x.dim()} dimensions of {x.dtype}"
+
+
+def run(x: Tensor) -> Tensor:
+    """The contract of `silu_mul`."""
+    from firstlight.ops.silu_mul import triton_fused_kernel as kernels
+
+    return kernels.silu_mul(x if x.stride(1) == 1 else x.contiguous())
