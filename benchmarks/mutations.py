@@ -14,14 +14,10 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
-from reference import FAMILIES, tiny_config
-from verify.faults import everywhere
-from verify.subjects import complaints, inject, judged, subject_of
+from faults import everywhere
+from faults.subjects import FAMILIES, complaints, inject, judged, subject_of, tiny_config
 
 from firstlight.verify.report import figure
 

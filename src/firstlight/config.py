@@ -28,9 +28,10 @@ class Options(BaseModel):
         """
         environment = os.environ if environment is None else environment
         values: dict[str, Any] = {}
-        for name in cls.model_fields:
+        for name, field in cls.model_fields.items():
             if (text := environment.get(ENVIRONMENT_PREFIX + name.upper())) is not None:
-                values[name] = text
+                # A list is written with commas: FIRSTLIGHT_OP=attention=reference,linear=torch
+                values[name] = [part for part in text.split(",") if part] if field.default == () else text
         values.update({name: value for name, value in given.items() if value is not None})
         return cls(**values)
 

@@ -77,7 +77,7 @@ def test_offline_keeps_its_share_under_constant_online_load(geometry, share):
     driver = Driver(geometry, options(max_running=8, step_tokens=128, offline_share=share, depth=2))
     random, offline, counted = Random(3), 0, 0
     for step in range(4000):
-        for service, queue in driver.scheduler._waiting.items():
+        for service, queue in driver.scheduler._queues.waiting.items():
             while len(queue) < 4:
                 name, online = f"r{len(driver.events)}", service is ServiceClass.ONLINE
                 driver.submit(name, Job(prompt(len(driver.events), random.randint(5, 150)), 30, online=online))

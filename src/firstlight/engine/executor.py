@@ -9,7 +9,7 @@ import torch
 
 from firstlight.cache import CachePool
 from firstlight.engine.batch import fill
-from firstlight.engine.loading import LoadedModel
+from firstlight.engine.loading import BoundModel
 from firstlight.engine.request_table import RequestTable
 from firstlight.ops.op import CallSite
 from firstlight.ops.sample import sample
@@ -40,7 +40,7 @@ class Pending:
 class Executor:
     """One rank's executor. Plans are executed in the order of their numbers, each completely before the next."""
 
-    def __init__(self, loaded: LoadedModel, pool: CachePool, rows: int, poison: bool = False) -> None:
+    def __init__(self, loaded: BoundModel, pool: CachePool, rows: int, poison: bool = False) -> None:
         """rows: running requests at most. poison: fill null rows, and all pages and slots at first, with NaN (tests)."""
         self.loaded, self.pool = loaded, pool
         self.table = RequestTable(rows + 1, -(-loaded.max_context // pool.page_size), loaded.device)

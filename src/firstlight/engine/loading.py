@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from firstlight.models.walk import bind_caches, bind_model
 from firstlight.nn.module import caches
 from firstlight.ops.binding import Binding
 from firstlight.parallel import Mesh
-from firstlight.quant import scheme_of
+from firstlight.quant import Scheme, scheme_of
 from firstlight.scheduling.arena import CacheGeometry, split_arena
 from firstlight.step import Bucket
 from firstlight.weights.checkpoint import Checkpoint, open_checkpoint
@@ -33,8 +32,11 @@ DEVICE_SHARE = 0.9
 
 
 @dataclass(slots=True)
-class LoadedModel:
-    """A model on its device, with everything that an executor needs."""
+class BoundModel:
+    """A model, bound and perhaps loaded, with everything that an executor needs.
+
+    layouts: of weights that are packed for their provider, by (module path, attribute). stored: what to load.
+    """
 
     model: CausalModel
     checkpoint: Checkpoint
@@ -45,6 +47,8 @@ class LoadedModel:
     binding: Binding
     buckets: tuple[Bucket, ...]
     max_context: int
+    layouts: Mapping[tuple[str, str], str]
+    stored: Mapping[str, StoredTensor]
 
     @property
     def vocab_size(self) -> int:
@@ -59,63 +63,86 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def resolve_dtype(option: str, config: Mapping[str, Any]) -> torch.dtype:
-    """Activations' dtype: the option, or the checkpoint's own (`dtype` or `torch_dtype`), or float32."""
+def resolve_dtype(option: str, config: Mapping[str, Any], hardware: Hardware) -> torch.dtype:
+    """Activations' dtype: the option, or the checkpoint's own (`dtype` or `torch_dtype`).
+
+    A checkpoint that names none (GGUF) runs in bfloat16 where the hardware multiplies it, else in float32.
+    """
     text = text_section(config)
-    name = option if option != "auto" else str(text.get("dtype") or text.get("torch_dtype") or "float32")
+    own = text.get("dtype") or text.get("torch_dtype")
+    if option == "auto" and own is None:
+        return torch.bfloat16 if hardware.kind != "cpu" or hardware.has("avx512_bf16") else torch.float32
+    name = str(own) if option == "auto" else option
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise FirstlightError(f"config.json: dtype {name!r} can't be run; use --dtype float32, bfloat16 or float16")
     return dtype
 
 
-def bucket_ladder(options: EngineOptions, max_context: int) -> tuple[Bucket, ...]:
-    """Buckets of rising size: decode steps of up to 1, 8, 32, 128, ... rows, then steps with prefill."""
-    rows = sorted({min(size, options.max_running) for size in (1, 8, 32, 128, 512, 2048, options.max_running)})
-    rows = [size for size in rows if size <= options.max_running]
-    bounds = [(size, size, 1) for size in rows]
-    tokens = sorted({size for size in (32, 256, 2048, 8192) if size < options.step_tokens} | {options.step_tokens})
-    bounds += [(size, options.max_running, size) for size in tokens]
+def bucket_ladder(options: EngineOptions, max_context: int, hardware: Hardware) -> tuple[Bucket, ...]:
+    """Buckets of rising size: decode steps by rows, then steps with prefill by tokens.
+
+    A GPU pads to them and captures a graph for each; a CPU runs steps at their exact size and needs few.
+    """
+    coarse = hardware.kind == "cpu"
+    rows = {min(size, options.max_running) for size in ((1, 16) if coarse else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512))}
+    tokens = set() if coarse else {size for size in (256, 2048) if size < options.step_tokens}
+    bounds = [(size, size, 1) for size in sorted(rows | {options.max_running})]
+    bounds += [(size, min(size, options.max_running), size) for size in sorted(tokens | {options.step_tokens})]
     return tuple(
         Bucket(i, tokens, requests, query, max_context, requests) for i, (tokens, requests, query) in enumerate(bounds)
     )
 
 
-def load_model(options: EngineOptions, mesh: Mesh | None = None, device: torch.device | None = None) -> LoadedModel:
-    """Build, bind and load the model of the options on one rank.
+def bind_only(
+    options: EngineOptions,
+    mesh: Mesh | None = None,
+    device: torch.device | None = None,
+    hardware: Hardware | None = None,
+) -> BoundModel:
+    """Build and bind the model of the options for one rank, on the meta device; reads no weights.
 
+    hardware: bind for this description rather than for the device that is here.
     Raises FirstlightError or ValueError, with a message for people, for anything wrong with the checkpoint or options.
     """
     mesh = mesh or Mesh()
     device = device or resolve_device(options.device)
-    if options.threads and device.type == "cpu":
-        torch.set_num_threads(options.threads)
-    hardware = detect(str(device))
-    checkpoint = open_checkpoint(Path(options.model))
+    hardware = hardware or detect(str(device))
+    checkpoint = open_checkpoint(options.model)
     config = checkpoint.config
-    dtype = resolve_dtype(options.dtype, config)
-    random = options.weights == "random"
-    if not random and not checkpoint.has_weights:
-        raise FirstlightError(f"{options.model}: no weights here; for random ones say --weights random")
-    stored = {} if random else published_names(family(config), checkpoint.tensors)
-    model = build_model(config, dtype=dtype, mesh=mesh, scheme=_scheme(config, dtype, stored, random))
+    dtype = resolve_dtype(options.dtype, config, hardware)
+    known = checkpoint.has_weights and options.weights != "random"
+    stored = published_names(family(config), checkpoint.tensors) if known else {}
+    scheme = _scheme(config, dtype, stored) if known else scheme_of(config, dtype)
+    model = build_model(config, dtype=dtype, mesh=mesh, scheme=scheme)
     limit = model.config.max_position_embeddings
     if options.max_context > limit:
         raise FirstlightError(f"--max-context {options.max_context} is more than the model's own limit of {limit}")
-    max_context = options.max_context or limit
-    buckets = bucket_ladder(options, max_context)
+    buckets = bucket_ladder(options, options.max_context or limit, hardware)
     binding, layouts = bind_model(
         model, buckets, hardware, overrides=options.op, invariant=options.invariant, page_size=options.page_size
     )
-    if random:
-        stored = random_tensors(model, options.seed, device)
-    load_weights(model, stored, device, layouts)
-    return LoadedModel(model, checkpoint, device, dtype, hardware, mesh, binding, buckets, max_context)
+    return BoundModel(
+        model, checkpoint, device, dtype, hardware, mesh, binding, buckets, options.max_context or limit, layouts, stored
+    )
 
 
-def _scheme(config: Mapping[str, Any], dtype: torch.dtype, stored: Mapping[str, StoredTensor], random: bool) -> Any:
-    if random:
-        return scheme_of(config, dtype)
+def load_model(options: EngineOptions, mesh: Mesh | None = None, device: torch.device | None = None) -> BoundModel:
+    """Build, bind and load the model of the options on one rank. Raises what `bind_only` does."""
+    if options.threads and resolve_device(options.device).type == "cpu":
+        torch.set_num_threads(options.threads)
+    bound = bind_only(options, mesh, device)
+    if options.weights == "random":
+        bound.stored = random_tensors(bound.model, options.seed, bound.device)
+    elif not bound.checkpoint.has_weights:
+        raise FirstlightError(f"{options.model}: no weights here; for random ones say --weights random")
+    load_weights(bound.model, bound.stored, bound.device, bound.layouts)
+    bound.stored = {}
+    return bound
+
+
+def _scheme(config: Mapping[str, Any], dtype: torch.dtype, stored: Mapping[str, StoredTensor]) -> Scheme:
+    """The scheme that the stored tensors declare."""
     types = {name: tensor.ggml_type for name, tensor in stored.items() if tensor.ggml_type}
     if types:
         packed = {n: kind if getattr(stored[n], "can_stay_packed", False) else "F32" for n, kind in types.items()}
@@ -123,7 +150,7 @@ def _scheme(config: Mapping[str, Any], dtype: torch.dtype, stored: Mapping[str, 
     return scheme_of(config, dtype, stored={name: tensor.dtype for name, tensor in stored.items()})
 
 
-def cache_bytes(options: EngineOptions, loaded: LoadedModel) -> int:
+def cache_bytes(options: EngineOptions, loaded: BoundModel) -> int:
     """Bytes for pages and slots: as asked, or what the device has left."""
     if options.cache_gib:
         return int(options.cache_gib * (1 << 30))
@@ -133,7 +160,7 @@ def cache_bytes(options: EngineOptions, loaded: LoadedModel) -> int:
     return int(free * DEVICE_SHARE) - loaded.binding.workspace
 
 
-def cache_geometry(options: EngineOptions, loaded: LoadedModel) -> CacheGeometry:
+def cache_geometry(options: EngineOptions, loaded: BoundModel) -> CacheGeometry:
     """How the cache's memory is split. Raises FirstlightError if it can't hold one request."""
     specs = list(caches(loaded.model).values())
     config = loaded.model.config
@@ -158,7 +185,7 @@ def cache_geometry(options: EngineOptions, loaded: LoadedModel) -> CacheGeometry
         raise FirstlightError(f"--cache-gib: {error}") from None
 
 
-def allocate_caches(loaded: LoadedModel, geometry: CacheGeometry) -> CachePool:
+def allocate_caches(loaded: BoundModel, geometry: CacheGeometry) -> CachePool:
     """The pools of a geometry, bound to the model; one more row each for the null page and slot."""
     pool = CachePool(
         caches(loaded.model),

@@ -26,7 +26,7 @@ import zmq
 
 from firstlight.config import EngineOptions
 from firstlight.engine.executor import Executor, Pending
-from firstlight.engine.loading import LoadedModel, allocate_caches, load_model, resolve_device
+from firstlight.engine.loading import BoundModel, allocate_caches, load_model, resolve_device
 from firstlight.errors import FirstlightError
 from firstlight.parallel import Mesh
 from firstlight.parallel.groups import attach
@@ -172,7 +172,7 @@ def follow(address: str, rank: int, store: str, options: EngineOptions) -> None:
     plans.connect(address)
     device = rank_device(options, rank)
     mesh = attach(Mesh.of(rank, tp=options.tensor_parallel), rank, store, backend_of(device))
-    loaded: LoadedModel = load_model(options, mesh, device)
+    loaded: BoundModel = load_model(options, mesh, device)
     geometry = msgspec.msgpack.decode(plans.recv(), type=CacheGeometry)
     executor = Executor(loaded, allocate_caches(loaded, geometry), options.max_running)
     while (data := plans.recv()) != STOP:

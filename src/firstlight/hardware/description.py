@@ -43,3 +43,6 @@ H200 = Hardware(
 )
 
 CPU_GENERIC = Hardware(name="CPU", kind="cpu", architecture="x86-64")
+
+GPUS = {"h200": H200}
+"""Described GPUs, by the name that options use."""

@@ -61,10 +61,10 @@ class Account:
         self._stack[self.free : self.free + len(freed)] = freed
         self.free += len(freed)
 
-    def keep(self, index: int) -> None:
-        """The tree takes a reference of its own to an index that somebody holds."""
-        self._counts[index] += 1
-        self._kept[index] = True
+    def keep(self, indices: list[int]) -> None:
+        """The tree takes a reference of its own to indices that somebody holds."""
+        self._counts[indices] += 1
+        self._kept[indices] = True
 
     def forget(self, index: int) -> None:
         """The tree drops its reference."""

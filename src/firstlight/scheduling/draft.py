@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from firstlight.scheduling.plan import Bounds, Chunk, Decode, Export, Join, Move, MoveKind, StepPlan
-from firstlight.scheduling.prefix_tree import Hit
+from firstlight.scheduling.prefix_nodes import Hit
 from firstlight.scheduling.progress import Progress
 from firstlight.scheduling.rows import Batch
 

@@ -62,3 +62,10 @@ class EvictionQueue(Generic[Entry]):
                 self.clock = max(self.clock, credit)
                 return entry
         return None
+
+    def take_at_once(self, entry: Entry) -> bool:
+        """What `offer` and `take` would do if this entry is the first to go; else False, and nothing is done."""
+        if (self._heap and self._heap[0][0] <= entry.credit) or not self._can_evict(entry):
+            return False
+        self.clock = max(self.clock, entry.credit)
+        return True

@@ -18,9 +18,9 @@ import numpy as np
 
 from firstlight.scheduling.draft import Draft
 from firstlight.scheduling.plan import CHUNK
-from firstlight.scheduling.prefix_tree import Hit, Origin
+from firstlight.scheduling.prefix_nodes import Hit, Origin
 from firstlight.scheduling.progress import Progress
-from firstlight.scheduling.residency import Residency
+from firstlight.scheduling.publishing import Publisher
 
 PROMPT_TAIL = 8  # tokens: more than the header of an answer
 LADDER = 8192  # tokens
@@ -36,7 +36,7 @@ def wish(progress: Progress, looked_up: Hit) -> None:
         progress.wishes[looked_up.matched] = Origin.BRANCH if looked_up.branches else Origin.PROMPT_END
 
 
-def plan_exports(draft: Draft, residency: Residency) -> None:
+def plan_exports(draft: Draft, publisher: Publisher) -> None:
     """Plans the exports of every prefill chunk in the draft."""
     for progress, count in draft.granted.items():
         start, end = progress.planned, progress.planned + count
@@ -51,35 +51,35 @@ def plan_exports(draft: Draft, residency: Residency) -> None:
             offset = count if length >= end else (length - start) // CHUNK * CHUNK
             if offset <= 0 or offset in taken:
                 continue
-            slot = residency.export_slot(_gain(progress, start + offset, origin, residency))
+            slot = publisher.export_slot(_gain(progress, start + offset, origin, publisher))
             if slot:
                 taken.add(offset)
                 draft.export(progress, offset, slot)
-                residency.add_export(progress, start + offset, slot, origin)
+                publisher.add_export(progress, start + offset, slot, origin)
 
 
-def _gain(progress: Progress, length: int, origin: Origin, residency: Residency) -> float:
+def _gain(progress: Progress, length: int, origin: Origin, publisher: Publisher) -> float:
     """FLOPs for which another checkpoint may be evicted."""
     if origin is Origin.PROMPT_END:
-        return residency.geometry.prefill_flops(progress.hit.length, length)
+        return publisher.geometry.prefill_flops(progress.hit.length, length)
     return math.inf if origin is Origin.BRANCH else 0.0
 
 
-def worth_waiting(progress: Progress, hit: Hit, residency: Residency) -> bytes | None:
+def worth_waiting(progress: Progress, hit: Hit, publisher: Publisher) -> bytes | None:
     """Whether a waiting request should let a running prefill bring their common prefix, instead of doing it again: the
     key of the page to wait for, or None.
 
     If it should wait, and the model has state, the prefill is asked for a checkpoint where the two part.
     """
     keys = progress.chain.keys
-    provider = residency.pending.get(keys[hit.depth]) if hit.depth < len(keys) else None
+    provider = publisher.pending.get(keys[hit.depth]) if hit.depth < len(keys) else None
     if provider is None or (progress.online and not provider.online):
         return None
     ours, theirs = progress.tokens()[:-1], provider.tokens()
     shorter = min(len(ours), len(theirs))
     differing = np.flatnonzero(ours[:shorter] != theirs[:shorter])
     common = int(differing[0]) if len(differing) else shorter
-    geometry = residency.geometry
+    geometry = publisher.geometry
     full = common // geometry.page_size
     if full <= hit.depth:
         return None

@@ -1,5 +1,6 @@
 """The prefix tree: which pages and state checkpoints hold which prefixes, and what a new request can take over.
 
+
 A node is one page of KV, reached by the key of its prefix. Its children continue it. A node at the end of a request may
 be partly filled. A *checkpoint* says that a prefix can be resumed at a length that is no multiple of the page, or, in a
 model with state, at any length at all: it names the node whose page holds the last tokens and the slot of the state.
@@ -15,10 +16,8 @@ end of a partly filled page has one.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,73 +26,7 @@ from firstlight.scheduling.arena import CacheGeometry
 from firstlight.scheduling.eviction import EvictionQueue
 from firstlight.scheduling.metrics import Metrics
 from firstlight.scheduling.prefix_keys import KeyChain
-
-
-class Origin(enum.StrEnum):
-    """How a checkpoint came about; see `exports.py`."""
-
-    PROMPT_END = "prompt_end"
-    REQUEST_END = "request_end"
-    BRANCH = "branch"
-    LADDER = "ladder"
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One page in the tree. depth: its index in a page table. tokens: how many of its positions are filled."""
-
-    key: bytes
-    parent: Node | None
-    depth: int
-    page: int
-    tokens: int
-    children: int = 0
-    checkpoints: list[Checkpoint] = field(default_factory=list)  # that end inside this page
-    child_lengths: dict[int, int] = field(
-        default_factory=dict
-    )  # tokens into the next page -> checkpoints that end there
-    credit: float = 0.0
-    ticket: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Checkpoint:
-    """A prefix of `length` tokens can be resumed: its last tokens are in `node`'s page, its state in `slot` (or 0)."""
-
-    key: bytes
-    node: Node
-    length: int
-    slot: int
-    origin: Origin
-    readers: int = 0  # requests that resumed at it
-    superseded: bool = False  # kept only until its slot is wanted
-    credit: float = 0.0
-    ticket: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """What a request may take over.
-
-    length: tokens it need not prefill. pages: full pages to share, in order. node: the last of them.
-    source: node whose page is to be copied for the tokens after the shared pages; None if there are none.
-    checkpoint: whose slot is read in place; None without state.
-    matched: tokens for which KV is there; more than `length` if a checkpoint is wanting.
-    depth: leading full pages that are in the tree, whether or not they can be used.
-    branches: others went on from there differently.
-    """
-
-    length: int
-    pages: list[int]
-    node: Node | None
-    source: Node | None
-    checkpoint: Checkpoint | None
-    matched: int
-    depth: int
-    branches: bool
-
-
-NO_HIT = Hit(0, [], None, None, None, 0, 0, False)
+from firstlight.scheduling.prefix_nodes import Checkpoint, Hit, Node, Origin
 
 
 class PrefixTree:
@@ -188,18 +121,27 @@ class PrefixTree:
             return self._nodes.get(chain.keys[page - 1])
         return self._roots.get(chain.root) or Node(chain.root, None, -1, 0, self._geometry.page_size)
 
-    def insert(self, parent: Node, key: bytes, page: int, tokens: int) -> Node:
-        """The node of a page, in which `tokens` positions are filled. If the key is there already, that node stays,
-        and the caller's page remains the caller's alone."""
-        node = self._nodes.get(key)
-        if node is None:
-            node = self._nodes[key] = Node(key, parent, parent.depth + 1, page, tokens)
-            parent.children += 1
-            if parent.depth < 0:
-                self._roots[parent.key] = parent
-            self._pages.keep(page)
-        self._use_node(node)
-        return node
+    def insert(self, parent: Node, keys: list[bytes], pages: list[int], tokens: int) -> list[Node]:
+        """The nodes of pages that continue `parent`; the last of them has `tokens` positions filled. Where a key is there
+        already, its node stays, and the caller's page remains the caller's alone."""
+        nodes, kept = [], []
+        node, size = parent, self._geometry.page_size
+        for key, page in zip(keys, pages, strict=True):
+            known = self._nodes.get(key)
+            if known is None:
+                known = self._nodes[key] = Node(key, node, node.depth + 1, page, size)
+                node.children += 1
+                kept.append(page)
+                if node.depth < 0:
+                    self._roots[node.key] = node
+            node = known
+            nodes.append(node)
+        if kept:
+            self._pages.keep(kept)
+            if nodes[-1].page == kept[-1]:
+                nodes[-1].tokens = tokens
+        self._use_node(nodes[-1])  # the others are used whenever it is
+        return nodes
 
     def attach(
         self, chain: KeyChain, tokens: np.ndarray, length: int, node: Node, slot: int, origin: Origin
@@ -216,7 +158,7 @@ class PrefixTree:
             count = length - node.depth * self._geometry.page_size
             lengths[count] = lengths.get(count, 0) + 1
             if slot:
-                self._slots.keep(slot)
+                self._slots.keep([slot])
         if slot:
             self._slots.release([slot])
         self._use_checkpoint(known)
@@ -233,12 +175,15 @@ class PrefixTree:
         if hit.source is not None:
             self._pages.share([hit.source.page])
             self._use_node(hit.source)
+        if hit.checkpoint is not None and hit.checkpoint.slot:
+            self._slots.share([hit.checkpoint.slot])
+
+    def count_reader(self, hit: Hit) -> None:
+        """A request has resumed here."""
         if hit.checkpoint is not None:
             hit.checkpoint.readers += 1
             hit.checkpoint.superseded = False
             self._reads[hit.checkpoint.origin] += 1
-            if hit.checkpoint.slot:
-                self._slots.share([hit.checkpoint.slot])
             self._use_checkpoint(hit.checkpoint)
 
     def unpin_source(self, hit: Hit) -> None:
@@ -273,7 +218,11 @@ class PrefixTree:
             node = self._node_queue.take()
             if node is None:
                 return False
-            self._remove_node(node)
+            parent = self._remove_node(node)
+            # Mostly the parent is the next to go; that is seen without a way through the queue.
+            while parent is not None and self._pages.free < free and self._node_queue.take_at_once(parent):
+                parent = self._remove_node(parent)
+            self.offer(parent)
         return True
 
     def evict_slot(self, gain_flops: float = math.inf) -> bool:
@@ -286,14 +235,15 @@ class PrefixTree:
         self._remove_checkpoint(checkpoint)
         node = checkpoint.node
         if node.tokens < self._geometry.page_size and not node.checkpoints and self._node_is_idle_leaf(node):
-            self._remove_node(node)  # a partly filled page is of no use without its checkpoint
+            self.offer(self._remove_node(node))  # a partly filled page is of no use without its checkpoint
         return True
 
     def clear(self) -> None:
         """Evicts all that is not in use."""
         self.evict_pages(self._pages.total)
 
-    def _remove_node(self, node: Node) -> None:
+    def _remove_node(self, node: Node) -> Node | None:
+        """Takes a leaf out of the tree; returns its parent, unless that is the root."""
         for checkpoint in list(node.checkpoints):
             self._remove_checkpoint(checkpoint)
         del self._nodes[node.key]
@@ -305,9 +255,10 @@ class PrefixTree:
         parent.children -= 1
         if parent.depth >= 0:
             parent.credit = max(parent.credit, node.credit)  # it was used whenever its child was
-            self.offer(parent)
-        elif not parent.children:
+            return parent
+        if not parent.children:
             del self._roots[parent.key]
+        return None
 
     def _remove_checkpoint(self, checkpoint: Checkpoint) -> None:
         del self._checkpoints[checkpoint.key]

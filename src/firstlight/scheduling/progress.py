@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from firstlight.scheduling.prefix_keys import KeyChain
-from firstlight.scheduling.prefix_tree import NO_HIT, Checkpoint, Hit, Node, Origin
+from firstlight.scheduling.prefix_nodes import NO_HIT, Checkpoint, Hit, Node, Origin
 from firstlight.scheduling.request import Request
 from firstlight.scheduling.sampling import FinishReason, ServiceClass
 

@@ -12,21 +12,22 @@ in order, and costs that work the state it had reached.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from firstlight.scheduling.accounts import Account
 from firstlight.scheduling.arena import CacheGeometry
 from firstlight.scheduling.metrics import Metrics
-from firstlight.scheduling.prefix_tree import NO_HIT, Hit, Node, Origin, PrefixTree
-from firstlight.scheduling.progress import NEVER, ExportedState, Phase, Progress
+from firstlight.scheduling.prefix_nodes import NO_HIT, Hit
+from firstlight.scheduling.prefix_tree import PrefixTree
+from firstlight.scheduling.progress import NEVER, Phase, Progress
+from firstlight.scheduling.publishing import Publisher
 from firstlight.scheduling.rows import RowTable
 
 
 class Residency:
     """The accounts, the tree, and the ways between them.
 
-    caching: whether the tree is used at all. pending: by page key, the request that is about to bring that page.
+    caching: whether the tree is used at all.
     draining: requests out of the batch with plans in flight. oldest_in_flight: number of the oldest plan that has not
     committed. retired: called with each request that has given everything back.
     """
@@ -46,11 +47,10 @@ class Residency:
         self.pages = Account("pages", geometry.pages)
         self.slots = Account("slots", geometry.slots)
         self.tree = PrefixTree(geometry, self.pages, self.slots, metrics)
-        self.pending: dict[bytes, Progress] = {}
+        self.publisher = Publisher(geometry, self.pages, self.slots, self.tree, caching, metrics)
         self.draining: list[Progress] = []
         self.oldest_in_flight = NEVER
         self._retired = retired
-        self._exporting = 0  # slots of exports that aren't in the tree yet
 
     # Taking
 
@@ -66,11 +66,13 @@ class Residency:
         """Gives a waiting request its row, slot and pages, if need be by calling `preempt` on some of `victims`, first
         ones first; False, with nobody preempted, if it doesn't fit even so."""
         needed = -(-progress.known // self.geometry.page_size)
+        alone = self.rows.account.free == self.rows.account.total
+        if not (alone or victims or self.room_for(needed - len(hit.pages))):
+            return False
         self._pin(hit)
         if not self._make_room(needed - len(hit.pages), victims, preempt):
             self._unpin(hit)
             # What a hit copies from or reads takes one page and one slot more than starting afresh.
-            alone = self.rows.account.free == self.rows.account.total
             if not (hit.length and (alone or victims) and self._make_room(needed, victims, preempt)):
                 return False
             hit = NO_HIT
@@ -88,9 +90,8 @@ class Residency:
         progress.last_plan = -1
         progress.joined_with = len(progress.output)
         self.rows.capacity[progress.row] = needed * self.geometry.page_size
-        if self.caching:
-            for key in progress.chain.keys[progress.inserted :]:
-                self.pending.setdefault(key, progress)
+        self.tree.count_reader(hit)
+        self.publisher.expect(progress)
         return True
 
     def room_for(self, pages: int) -> bool:
@@ -107,30 +108,12 @@ class Residency:
             del fresh[:count]
             self.rows.capacity[progress.row] += count * self.geometry.page_size
 
-    def export_slot(self, gain_flops: float) -> int:
-        """A slot for a checkpoint to be exported to, 0 if there is none.
-
-        gain_flops: what the new checkpoint would save; another one is evicted only if it is worth less. 0: none is.
-        """
-        if not self._room_for_checkpoint(gain_flops):
-            return 0
-        if not self.slots.free and not self.tree.evict_slot(gain_flops):
-            return 0
-        self._exporting += 1
-        return self.slots.allocate(1)[0]
-
     def _take_slot(self) -> int:
         if not self.geometry.has_state:
             return 0
         if not self.slots.free:
             self.tree.evict_slot()
         return self.slots.allocate(1)[0]
-
-    def _room_for_checkpoint(self, gain_flops: float = math.inf) -> bool:
-        while self.tree.checkpoint_count + self._exporting >= self.geometry.checkpoint_slots:
-            if not self.tree.evict_slot(gain_flops):
-                return False
-        return True
 
     def _short(self, pages: int) -> tuple[bool, bool]:
         """Whether rows or slots are wanting for one more request, and whether pages are."""
@@ -173,65 +156,6 @@ class Residency:
             self.pages.release(hit.pages)
             self.tree.offer(hit.node)
 
-    # Showing to others
-
-    def insert(self, progress: Progress) -> None:
-        """Puts the full pages of what is computed, and the checkpoints within them, into the tree."""
-        size = self.geometry.page_size
-        full = progress.useful // size
-        if not self.caching or not progress.row:
-            return
-        if full > progress.inserted:
-            tokens = progress.tokens()
-            progress.chain.extend(tokens[: full * size])
-            node = self.tree.node_before(progress.chain, progress.inserted)
-            if node is None:
-                return  # a preempted request's earlier pages have been evicted since
-            for depth in range(progress.inserted, full):
-                key, page = progress.chain.keys[depth], progress.pages[depth]
-                node = self.tree.insert(node, key, page, size)
-                if node.page != page:
-                    self.pages.share([node.page])
-                    progress.shadows.append(node.page)
-                if self.pending.get(key) is progress:
-                    del self.pending[key]
-            progress.node, progress.inserted = node, full
-        self._attach_exports(progress)
-        if progress.draining and progress.preempted:
-            self._release_early(progress)
-
-    def add_export(self, progress: Progress, length: int, slot: int, origin: Origin) -> None:
-        """Notes that a plan writes the state after `length` tokens to `slot`."""
-        progress.exports.append(ExportedState(length, slot, origin))
-        self.metrics.exported_checkpoints += 1
-        self._await_export_page(progress)
-
-    def _attach_exports(self, progress: Progress) -> None:
-        if not progress.exports:
-            return
-        size = self.geometry.page_size
-        waiting = []
-        for export in progress.exports:
-            depth = (export.length - 1) // size
-            if export.length > progress.computed or depth >= progress.inserted:
-                waiting.append(export)
-                continue
-            self._exporting -= 1
-            node = self.tree.node_before(progress.chain, depth + 1)
-            if node is None:
-                self.slots.release([export.slot])
-            else:
-                tokens = progress.tokens()
-                made = self.tree.attach(progress.chain, tokens, export.length, node, export.slot, export.origin)
-                progress.made.append(made)
-        progress.exports = waiting
-        self._await_export_page(progress)
-
-    def _await_export_page(self, progress: Progress) -> None:
-        size = self.geometry.page_size
-        ends = [((export.length - 1) // size + 1) * size for export in progress.exports]
-        progress.insert_at = min(ends, default=NEVER)
-
     # Giving back
 
     def preempt(self, progress: Progress) -> None:
@@ -241,8 +165,15 @@ class Residency:
         self.leave(progress)
         if progress.draining:
             self.unpin_source(progress)
-            self._forget_pending(progress)
+            self.publisher.expect_no_more(progress)
             self.insert(progress)
+
+    def insert(self, progress: Progress) -> None:
+        """More of the request is computed: it goes to the tree."""
+        if progress.row:
+            self.publisher.insert(progress)
+            if progress.draining and progress.preempted:
+                self._release_early(progress)
 
     def _release_early(self, progress: Progress) -> None:
         """A preempted request keeps no hold on what is in the tree, so that others can have it before it is retired."""
@@ -265,11 +196,6 @@ class Residency:
             progress.source_pinned = False
             self.tree.unpin_source(progress.hit)
 
-    def _forget_pending(self, progress: Progress) -> None:
-        for key in progress.chain.keys[progress.inserted :]:
-            if self.pending.get(key) is progress:
-                del self.pending[key]
-
     def strip(self, progress: Progress) -> None:
         """Takes everything from a draining request at once. Its tokens in flight still count."""
         self._free(progress)
@@ -279,8 +205,8 @@ class Residency:
         progress.draining = False
         if progress.row:
             if self.caching:
-                self.insert(progress)
-                self._hand_over(progress)
+                self.publisher.insert(progress)
+                self.publisher.hand_over(progress)
             self._free(progress)
         progress.hit, progress.node, progress.wishes, progress.made = NO_HIT, None, {}, []
         progress.computed = progress.planned = progress.inserted = 0
@@ -294,68 +220,12 @@ class Residency:
             for progress in done:
                 self.retire(progress)
 
-    def _hand_over(self, progress: Progress) -> None:
-        """Leaves to the tree what reaches past the last full page, and the live slot, whose state is a checkpoint."""
-        length = progress.useful
-        rest = length - progress.inserted * self.geometry.page_size
-        if progress.hit.checkpoint is not None:
-            self.tree.supersede(progress.hit.checkpoint, readers=1)
-        # Past the answer's end the slot has seen tokens that no other prompt will have.
-        state = bool(progress.slot) and length == progress.computed and self._room_for_own_state(progress)
-        if rest and (state or progress.exports or not self.geometry.has_state):
-            self._insert_partial(progress, length, rest)
-        else:
-            progress.node = self.tree.node_before(progress.chain, progress.inserted)
-        node = progress.node
-        if node is None or node.depth < 0 or node.depth * self.geometry.page_size + node.tokens < length:
-            return  # pages on the way have been evicted
-        if rest and not self.geometry.has_state:
-            self.tree.attach(progress.chain, progress.tokens(), length, node, 0, Origin.REQUEST_END)
-        self._attach_within(progress, node, length)
-        if state:
-            own = self.tree.attach(progress.chain, progress.tokens(), length, node, progress.slot, Origin.REQUEST_END)
-            progress.slot = 0
-            self.metrics.handed_over_checkpoints += 1
-            for other in progress.made if self.tree.answers_come_back else [own]:
-                self.tree.supersede(other, readers=0)
-
-    def _attach_within(self, progress: Progress, node: Node, length: int) -> None:
-        """Exports whose last tokens are in the request's last page."""
-        within, progress.exports = progress.exports, []
-        for export in within:
-            self._exporting -= 1
-            if node.depth * self.geometry.page_size < export.length <= length:
-                tokens = progress.tokens()
-                made = self.tree.attach(progress.chain, tokens, export.length, node, export.slot, export.origin)
-                progress.made.append(made)
-            else:
-                self.slots.release([export.slot])
-
-    def _room_for_own_state(self, progress: Progress) -> bool:
-        if self.tree.answers_come_back:
-            for checkpoint in progress.made:
-                self.tree.supersede(checkpoint, readers=0)
-        return self._room_for_checkpoint()
-
-    def _insert_partial(self, progress: Progress, length: int, rest: int) -> None:
-        progress.node, parent = None, self.tree.node_before(progress.chain, progress.inserted)
-        if parent is not None and rest < self.geometry.page_size:
-            page = progress.pages[progress.inserted]
-            progress.node = self.tree.insert(parent, progress.chain.at(progress.tokens(), length), page, rest)
-            if progress.node.page != page:
-                self.pages.share([progress.node.page])
-                progress.shadows.append(progress.node.page)
-
     def _free(self, progress: Progress) -> None:
         self.unpin_source(progress)
-        self._forget_pending(progress)
-        slots = [export.slot for export in progress.exports]
-        self._exporting -= len(slots)
-        if progress.slot:
-            slots.append(progress.slot)
-        self.slots.release(slots)
+        self.publisher.expect_no_more(progress)
+        self.publisher.drop_exports(progress)
+        self.slots.release([progress.slot] if progress.slot else [])
         self.pages.release(progress.pages[progress.first_page :] + progress.shadows)
         self.tree.offer(progress.node)
-        progress.pages, progress.shadows, progress.exports, progress.slot = [], [], [], 0
-        progress.first_page, progress.insert_at = 0, NEVER
+        progress.pages, progress.shadows, progress.slot, progress.first_page = [], [], 0, 0
         self.rows.free(progress)

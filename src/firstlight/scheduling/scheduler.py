@@ -13,29 +13,28 @@ request that has outgrown its pages. Preempted requests keep their place in the 
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from firstlight.config import EngineOptions
 from firstlight.scheduling.accounts import Account
+from firstlight.scheduling.admission import Admission
 from firstlight.scheduling.arena import CacheGeometry
 from firstlight.scheduling.draft import Draft
 from firstlight.scheduling.errors import RequestRefusedError
-from firstlight.scheduling.exports import plan_exports, wish, worth_waiting
+from firstlight.scheduling.exports import plan_exports
 from firstlight.scheduling.fairness import OfflineShare
 from firstlight.scheduling.metrics import Metrics
-from firstlight.scheduling.plan import CHUNK, StepPlan, StepResult
+from firstlight.scheduling.plan import StepPlan, StepResult
+from firstlight.scheduling.preemption import Preemption
 from firstlight.scheduling.prefix_keys import KeyChain
-from firstlight.scheduling.prefix_tree import Hit
 from firstlight.scheduling.progress import NEVER, Phase, Progress, TokenEvent
+from firstlight.scheduling.queues import Queues
 from firstlight.scheduling.request import Request
 from firstlight.scheduling.residency import Residency
 from firstlight.scheduling.rows import RowTable
 from firstlight.scheduling.sampling import FinishReason, ServiceClass
-
-SCAN = 64  # waiting requests looked at in a step, past those that wait for a running prefill
 
 
 @dataclass(slots=True, eq=False)
@@ -79,11 +78,20 @@ class Scheduler:
         self._rows = RowTable(rows)
         self._residency = Residency(geometry, self._rows, options.prefix_cache, self.metrics, self._retired)
         self._share = OfflineShare(options.offline_share, options.step_tokens)
-        self._chunk_multiple = CHUNK if geometry.has_state else 1
+        self._queues = Queues()
+        self._preemption = Preemption(self._rows, self._residency, self._queues, self._share, self._width)
+        self._admission = Admission(
+            options,
+            self._rows,
+            self._residency,
+            self._queues,
+            self._share,
+            self._preemption,
+            self.metrics,
+            clock,
+        )
         self._clock = clock
         self._requests: dict[str, Progress] = {}
-        self._waiting: dict[ServiceClass, list[Progress]] = {service: [] for service in ServiceClass}
-        self._prefilling: dict[ServiceClass, list[Progress]] = {service: [] for service in ServiceClass}
         self._flights: deque[Flight] = deque()
         self._number = 0
         self._arrivals = 0
@@ -106,7 +114,7 @@ class Scheduler:
             progress.chain.extend(request.prompt)
         self._arrivals += 1
         self._requests[request.id] = progress
-        self._waiting[request.service].append(progress)
+        self._queues.wait(progress)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request: it is in no further plan, and no further event names it. False if it isn't held (any more)."""
@@ -115,7 +123,7 @@ class Scheduler:
             return False
         self.metrics.aborted += 1
         if progress.phase is Phase.WAITING:
-            self._waiting[progress.request.service].remove(progress)
+            self._queues.stop_waiting(progress)
         self._end(progress, FinishReason.ABORT)
         return True
 
@@ -149,14 +157,14 @@ class Scheduler:
         if len(self._flights) >= self.depth:
             return None
         draft = Draft(self._number)
-        stalled = self._grow(draft)
+        stalled = self._preemption.grow(draft)
         decoding = len(self._rows.decode_batch(stalled)[0])
-        self._plan_prefill(draft, self.options.step_tokens - decoding * self._width)
+        self._admission.plan(draft, self.options.step_tokens - decoding * self._width)
         batch = self._rows.decode_batch(stalled)  # smaller than before if the prefill has preempted
         if not len(batch[0]) and not draft.granted:
             return None
         if self.geometry.has_state:
-            plan_exports(draft, self._residency)
+            plan_exports(draft, self._residency.publisher)
         context = self._rows.plan_decode(batch[0], self._width, draft.number)
         leaves, self._rows.leaving = self._rows.leaving, []
         plan = draft.finish(leaves, batch, self._width - 1, context)
@@ -172,7 +180,7 @@ class Scheduler:
             chunks.append((progress, progress.planned))
             if progress.planned == progress.target:
                 progress.phase = Phase.DECODE
-                self._prefilling[progress.request.service].remove(progress)
+                self._queues.stop_prefill(progress)
                 self._rows.start_decoding(progress, progress.max_new - len(progress.output) - 1)
         self._flights.append(Flight(plan, decoding, chunks))
         self._residency.oldest_in_flight = self._flights[0].plan.number
@@ -187,136 +195,12 @@ class Scheduler:
         if self._rows.offline:
             offline += self._width * sum(not progress.online for progress in decoding)
         self.metrics.offline_tokens += offline
-        if offline or self._waiting[ServiceClass.OFFLINE]:
+        if offline or self._queues.waiting[ServiceClass.OFFLINE]:
             self._share.settle(prefilled + decoded - offline, offline)
-
-    def _plan_prefill(self, draft: Draft, budget: int) -> None:
-        online, offline = ServiceClass.ONLINE, ServiceClass.OFFLINE
-        ahead = min(self._share.tokens_ahead, self.options.offline_step_tokens, budget)
-        if self._waiting[online] or self._prefilling[online]:
-            ahead = min(ahead, max(budget // 2, 1 if self._share.overdue else 0))
-        used_ahead, blocked = self._prefill(draft, offline, ahead, ahead=True)
-        pause = blocked and self._share.overdue
-        used, blocked = self._prefill(draft, online, budget - used_ahead, pause=pause)
-        rest = min(budget - used_ahead - used, self.options.offline_step_tokens - used_ahead)
-        self._prefill(draft, offline, rest, pause=blocked or pause)
-
-    def _prefill(
-        self, draft: Draft, service: ServiceClass, budget: int, ahead: bool = False, pause: bool = False
-    ) -> tuple[int, bool]:
-        """Grants up to `budget` tokens to requests of a class; returns how many, and whether one of them waits for
-        rows, pages or slots.
-
-        ahead: offline work that goes before online work. pause: admit nobody.
-        """
-        used = 0
-        for progress in self._prefilling[service]:
-            if used >= budget:
-                break
-            progress.protected |= ahead
-            used += draft.grant(progress, budget - used, self._chunk_multiple)
-        queue, position = self._waiting[service], 0
-        while not pause and used < budget and position < min(len(queue), SCAN):
-            progress = queue[position]
-            if progress.awaited is not None and progress.awaited in self._residency.pending:
-                position += 1
-                continue
-            victims = self._preemptable() if service is ServiceClass.ONLINE else []
-            if not self._rows.account.free and not victims:
-                return used, True
-            hit = self._residency.look_up(progress)
-            progress.awaited = worth_waiting(progress, hit, self._residency)
-            if progress.awaited is not None:
-                self.metrics.waited_for_prefix += 1
-                position += 1
-                continue
-            if not self._admit(progress, hit, victims, draft):
-                return used, True
-            del queue[position]
-            progress.protected = ahead
-            used += draft.grant(progress, budget - used, self._chunk_multiple)
-        return used, False
-
-    def _admit(self, progress: Progress, hit: Hit, victims: list[Progress], draft: Draft) -> bool:
-        if not self._residency.admit(progress, hit, victims, self._preempt):
-            return False
-        insort(self._prefilling[progress.request.service], progress, key=lambda other: other.order)
-        if self.geometry.has_state:
-            wish(progress, hit)
-        draft.join(progress)
-        cached = progress.hit.length
-        if progress.cached_tokens is None:
-            progress.cached_tokens = cached
-            self.metrics.queue_seconds += self._clock() - progress.submitted_at
-        self.metrics.admissions += 1
-        self.metrics.hits += cached > 0
-        self.metrics.looked_up_tokens += progress.known
-        self.metrics.matched_tokens += cached
-        self.metrics.lost_tokens += hit.matched - cached
-        return True
-
-    # Making room
-
-    def _grow(self, draft: Draft) -> set[int]:
-        """Gives pages to rows that may outgrow theirs; returns the rows that sit this step out for want of them."""
-        growing = self._rows.needing_pages(self._width, self.geometry.page_size)
-        stalled: set[int] = set()
-        if not self._residency.room_for(sum(count for _, count in growing)):
-            growing = [pair for pair in growing if self._make_room_to_grow(*pair, stalled)]
-        else:
-            self._residency.grow(growing)
-        for progress, count in growing:
-            if progress.row:  # not preempted since, for a newer online request
-                draft.append_pages(progress, count)
-        return stalled
-
-    def _make_room_to_grow(self, progress: Progress, count: int, stalled: set[int]) -> bool:
-        """Grows one request, if need be at the cost of newer ones; False if it doesn't grow in this step."""
-        if progress.draining or progress.phase is not Phase.DECODE:
-            return False  # preempted for the sake of an older one
-        while not self._residency.room_for(count):
-            if any(other.row for other in self._residency.draining):
-                stalled.add(progress.row)  # pages come back soon, without preempting anybody
-                return False
-            victim = self._victim_for_growth(progress)
-            self._preempt(victim)
-            if victim is progress:
-                return False
-        self._residency.grow([(progress, count)])
-        return True
-
-    def _running(self) -> list[Progress]:
-        """Requests in the batch, newest first."""
-        holders = (holder for holder in self._rows.holders if holder is not None and not holder.draining)
-        return sorted(holders, key=lambda progress: -progress.order)
-
-    def _preemptable(self) -> list[Progress]:
-        """Offline requests that give way to an online one, newest first."""
-        if not self._rows.offline:
-            return []
-        return [other for other in self._running() if not other.online and not self._is_protected(other)]
-
-    def _is_protected(self, progress: Progress) -> bool:
-        gave_tokens = len(progress.output) > progress.joined_with
-        return progress.protected and not (gave_tokens and self._share.overspent)
-
-    def _victim_for_growth(self, progress: Progress) -> Progress:
-        running = self._running()
-        newer = [other for other in running if other.online == progress.online and other.order > progress.order]
-        if not progress.online:
-            return min(newer, key=self._is_protected, default=progress)
-        protected = [other for other in running if other.protected and len(other.output) > other.joined_with]
-        return next(iter(self._preemptable() + newer + protected), progress)
-
-    def _preempt(self, progress: Progress) -> None:
-        if progress.phase is Phase.PREFILL:
-            self._prefilling[progress.request.service].remove(progress)
-        self._residency.preempt(progress)
 
     def _retired(self, progress: Progress) -> None:
         if progress.phase is not Phase.ENDED:
-            progress.phase = Phase.WAITING
-            insort(self._waiting[progress.request.service], progress, key=lambda other: other.order)
+            self._queues.wait(progress)
 
     # Results
 
@@ -395,7 +279,7 @@ class Scheduler:
 
     def _end(self, progress: Progress, finish: FinishReason) -> None:
         if progress.phase is Phase.PREFILL and not progress.draining:
-            self._prefilling[progress.request.service].remove(progress)
+            self._queues.stop_prefill(progress)
         running = progress.phase is not Phase.WAITING and not progress.draining
         progress.phase = Phase.ENDED
         progress.finish = finish
@@ -413,11 +297,11 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests in the queues."""
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, self._queues.waiting.values()))
 
     def by_class(self) -> tuple[dict[ServiceClass, int], dict[ServiceClass, int]]:
         """How many requests of each class run, and how many wait."""
-        waiting = {service: len(queue) for service, queue in self._waiting.items()}
+        waiting = {service: len(queue) for service, queue in self._queues.waiting.items()}
         held = Counter(progress.request.service for progress in self._requests.values())
         return {service: held[service] - waiting[service] for service in ServiceClass}, waiting
 

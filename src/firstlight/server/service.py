@@ -83,7 +83,7 @@ class Service:
 
         def encode() -> list[int]:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
-            return _encode(tokenizer, text, add_special_tokens=False)
+            return tokenizer.encode(text, add_special_tokens=False)
 
         try:
             prompt = await self._in_thread(encode, size)
@@ -172,7 +172,7 @@ class Service:
         tokenizer = self._need_tokenizer("prompt", "send token ids as prompt")
         if not text:
             raise bad_request("`prompt` is empty", "prompt", "empty_prompt")
-        return await self._in_thread(lambda: _encode(tokenizer, text, add_special_tokens=True), len(text))
+        return await self._in_thread(lambda: tokenizer.encode(text, add_special_tokens=True), len(text))
 
     async def _in_thread(self, work: Callable[[], Result], characters: int) -> Result:
         if characters <= INLINE_CHARACTERS:
@@ -235,9 +235,3 @@ class Service:
 
     def _text_stream(self) -> TextStream | None:
         return None if self.tokenizer is None else TextStream(self.tokenizer)
-
-
-def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """tokenizer.encode, but so that the other threads go on meanwhile: only the library's batches release the GIL."""
-    ids: list[int] = tokenizer.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-    return ids

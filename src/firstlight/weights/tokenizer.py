@@ -68,7 +68,9 @@ class Tokenizer:
         Raises TokenizerError if the text holds surrogates, which aren't characters.
         """
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch of one: unlike `encode`, it lets other threads of the process go on meanwhile.
+            ids: list[int] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+            return ids
         except (UnicodeEncodeError, TypeError) as error:
             raise TokenizerError(f"the text is not valid Unicode: {error}") from error
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from firstlight.ops.add import add
+from firstlight.ops.add_rms_norm import triton_fused
 from firstlight.ops.all_reduce import all_reduce
 from firstlight.ops.op import Op
 from firstlight.ops.rms_norm import rms_norm
@@ -48,3 +49,4 @@ def abstract(
 
 
 add_rms_norm = Op("add_rms_norm", body, abstract=abstract, parts=(all_reduce, add, rms_norm))
+add_rms_norm.provide("triton_fused", triton_fused.run, when=triton_fused.when, rank=2)

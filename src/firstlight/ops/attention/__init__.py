@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from firstlight.ops.attention import torch_sdpa
+from firstlight.ops.attention import torch_sdpa, triton_paged
 from firstlight.ops.op import Cost, Op, Shape
 
 
@@ -75,14 +75,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, sinks: 
     scores = torch.einsum("nkgd,lkd->kgnl", grouped, k.to(kind)) * scale
     scores = scores.masked_fill(~seen, -torch.inf)
     highest = scores.amax(dim=-1, keepdim=True)
-    if sinks is not None:
-        sink = sinks.to(kind).reshape(k.shape[1], -1, 1, 1)
-        highest = torch.maximum(highest, sink)
     highest = highest.clamp(min=torch.finfo(kind).min)  # finite for tokens without keys, whose weights are all zero
     weights = torch.exp(scores - highest)
     total = weights.sum(dim=-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sink - highest)
+    if sinks is not None:  # one far above the scores gives an infinite total, so weights of zero
+        total = total + torch.exp(sinks.to(kind).reshape(k.shape[1], -1, 1, 1) - highest)
     weights = weights / total.clamp(min=torch.finfo(kind).tiny)
     return torch.einsum("kgnl,lkd->nkgd", weights, v.to(kind)).flatten(1, 2).to(q.dtype)
 
@@ -147,3 +144,4 @@ def _smaller(a: float, b: float) -> float:
 
 attention = Op("attention", body, abstract=abstract, cost=cost, mutates={"out": ""})
 attention.provide("torch_sdpa", torch_sdpa.run, when=torch_sdpa.when)
+attention.provide("triton_paged", triton_paged.run, when=triton_paged.when, rank=5, workspace=triton_paged.workspace)

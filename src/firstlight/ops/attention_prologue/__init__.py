@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from firstlight.ops.attention_prologue import triton_fused
 from firstlight.ops.op import Op
 from firstlight.ops.rms_norm import rms_norm
 from firstlight.ops.rope import rope
@@ -84,3 +85,4 @@ attention_prologue = Op(
     parts=(rms_norm, rope, write_kv),
     mutates={"k_pages": "slot", "v_pages": "slot"},
 )
+attention_prologue.provide("triton_fused", triton_fused.run, when=triton_fused.when, rank=5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from firstlight.ops.experts import torch_grouped
+from firstlight.ops.experts import torch_grouped, triton_few, triton_grouped
 from firstlight.ops.experts.assignment import sort_by_expert, weighted_sum
 from firstlight.ops.op import Cost, Op, Shape
 from firstlight.quant import Weight, dtype_name, nbytes, unpack
@@ -62,3 +62,5 @@ def cost(
 
 experts = Op("experts", body, abstract=abstract, cost=cost)
 experts.provide("torch_grouped", torch_grouped.run, when=torch_grouped.when)
+experts.provide("triton_few", triton_few.run, when=triton_few.when, rank=3)
+experts.provide("triton_grouped", triton_grouped.run, when=triton_grouped.when, rank=2)

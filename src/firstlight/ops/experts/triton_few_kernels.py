@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from firstlight.ops.linear.triton_skinny_kernels import ROW_BYTES, divisor
+from firstlight.ops.linear.triton_skinny_kernels import ROW_BYTES, divisor, scaled_input
 from firstlight.quant import Packed, Weight
 
 
@@ -47,28 +47,22 @@ def gate_and_up(
     if local and i_tile * BLOCK_I < size:
         o_i = i_tile * BLOCK_I + tl.arange(0, BLOCK_I)
         m_i = o_i < size
-        b_gate = tl.zeros([BLOCK_I, BLOCK_K], dtype=tl.float32)
-        b_up = tl.zeros([BLOCK_I, BLOCK_K], dtype=tl.float32)
+        gate = tl.zeros([BLOCK_I], dtype=tl.float32)
+        up = tl.zeros([BLOCK_I], dtype=tl.float32)
+        x_ptr += token * x_stride_t
+        p_gate_scale = scale_ptr + i_tile * BLOCK_I // SCALE_ROWS * scale_stride_n
+        p_up_scale = scale_ptr + (size + i_tile * BLOCK_I) // SCALE_ROWS * scale_stride_n
         for i_k in range(0, H, BLOCK_K):
             o_k = i_k + tl.arange(0, BLOCK_K)
-            m_k = o_k < H
-            m_w = m_i[:, None] & m_k[None, :]
+            m_w = m_i[:, None] & (o_k < H)[None, :]
             p_gate = w_ptr + o_i[:, None] * w_stride_n + o_k[None, :]
             b_w_gate = tl.load(p_gate, mask=m_w, other=0.0)
             b_w_up = tl.load(p_gate + size * w_stride_n, mask=m_w, other=0.0)
-            b_x = tl.load(x_ptr + token * x_stride_t + o_k, mask=m_k, other=0.0).to(tl.float32)
+            b_x = scaled_input(x_ptr, p_gate_scale, i_k, H, BLOCK_K, SCALE_COLUMNS, HAS_SCALE)
+            gate += tl.sum(b_w_gate.to(tl.float32) * b_x[None, :], axis=1)
             if HAS_SCALE:
-                p_scale = scale_ptr + o_k // SCALE_COLUMNS
-                gate_row = i_tile * BLOCK_I // SCALE_ROWS
-                up_row = (size + i_tile * BLOCK_I) // SCALE_ROWS
-                b_x_gate = b_x * tl.load(p_scale + gate_row * scale_stride_n, mask=m_k, other=0.0).to(tl.float32)
-                b_x_up = b_x * tl.load(p_scale + up_row * scale_stride_n, mask=m_k, other=0.0).to(tl.float32)
-                b_gate += b_w_gate.to(tl.float32) * b_x_gate[None, :]
-                b_up += b_w_up.to(tl.float32) * b_x_up[None, :]
-            else:
-                b_gate += b_w_gate.to(tl.float32) * b_x[None, :]
-                b_up += b_w_up.to(tl.float32) * b_x[None, :]
-        gate, up = tl.sum(b_gate, axis=1), tl.sum(b_up, axis=1)
+                b_x = scaled_input(x_ptr, p_up_scale, i_k, H, BLOCK_K, SCALE_COLUMNS, HAS_SCALE)
+            up += tl.sum(b_w_up.to(tl.float32) * b_x[None, :], axis=1)
         b_h = gate * tl.sigmoid(gate) * up
         p_hidden = hidden_ptr + i_row * max(I, SHARED_I) + o_i
         tl.store(p_hidden, b_h.to(hidden_ptr.dtype.element_ty), mask=m_i)
@@ -80,7 +74,7 @@ def down_and_sum(
     H, w_stride_e, w_stride_n, shared_stride_n, scale_stride_e, scale_stride_n, shared_scale_stride_n,
     first_expert, local_experts,
     I: tl.constexpr, SHARED_I: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, CHOICES: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHARE: tl.constexpr,
 ):  # fmt: skip
     """y [T, H] = sum over choices of weight * down[expert] hidden; the shared expert's weight is share [T], or 1."""
@@ -88,36 +82,41 @@ def down_and_sum(
     o_h = i_h * BLOCK_H + tl.arange(0, BLOCK_H)
     o_i = tl.arange(0, BLOCK_I)
     m_h = o_h < H
-    b_acc = tl.zeros([BLOCK_H, BLOCK_I], dtype=tl.float32)
-    for choice in tl.static_range(TOP_K):
-        expert = tl.load(experts_ptr + token * TOP_K + choice).to(tl.int64) - first_expert
-        local = (expert >= 0) & (expert < local_experts)
-        weight = tl.load(weights_ptr + token * TOP_K + choice, mask=local, other=0.0).to(tl.float32)
-        for i_i in tl.static_range(0, I, BLOCK_I):
-            m_i = (i_i + o_i < I) & local
-            p_w = w_ptr + expert * w_stride_e + o_h[:, None] * w_stride_n + (i_i + o_i)[None, :]
-            b_w = tl.load(p_w, mask=m_h[:, None] & m_i[None, :], other=0.0)
-            p_hidden = hidden_ptr + (token * SLOTS + choice) * max(I, SHARED_I) + i_i + o_i
-            b_h = tl.load(p_hidden, mask=m_i, other=0.0).to(tl.float32) * weight
-            if HAS_SCALE:
-                p_scale = scale_ptr + expert * scale_stride_e + i_h * BLOCK_H // SCALE_ROWS * scale_stride_n
-                b_h *= tl.load(p_scale + (i_i + o_i) // SCALE_COLUMNS, mask=m_i, other=0.0).to(tl.float32)
-            b_acc += b_w.to(tl.float32) * b_h[None, :]
+    b_y = tl.zeros([BLOCK_H], dtype=tl.float32)
+    # All choices are one tile, so that all their weights are on the way at once.
+    o_j = tl.arange(0, CHOICES)
+    m_j = o_j < TOP_K
+    b_expert = tl.load(experts_ptr + token * TOP_K + o_j, mask=m_j, other=-1).to(tl.int64) - first_expert
+    m_j = m_j & (b_expert >= 0) & (b_expert < local_experts)
+    b_weight = tl.load(weights_ptr + token * TOP_K + o_j, mask=m_j, other=0.0).to(tl.float32)
+    RUN: tl.constexpr = min(BLOCK_I, SCALE_COLUMNS)
+    for i_i in tl.static_range(0, I, BLOCK_I):
+        m_i = i_i + o_i < I
+        p_w = w_ptr + (b_expert * w_stride_e)[None, :, None] + (o_h * w_stride_n)[:, None, None] + (i_i + o_i)[None, None, :]
+        b_w = tl.load(p_w, mask=m_h[:, None, None] & m_j[None, :, None] & m_i[None, None, :], other=0.0)
+        o_run = i_i + tl.arange(0, BLOCK_I // RUN) * RUN
+        o_h_i = o_run[None, :, None] + tl.arange(0, RUN)[None, None, :]
+        p_hidden = hidden_ptr + ((token * SLOTS + o_j) * max(I, SHARED_I))[:, None, None] + o_h_i
+        b_h = tl.load(p_hidden, mask=m_j[:, None, None] & (o_h_i < I), other=0.0).to(tl.float32) * b_weight[:, None, None]
+        if HAS_SCALE:
+            p_scale = scale_ptr + b_expert[:, None] * scale_stride_e + i_h * BLOCK_H // SCALE_ROWS * scale_stride_n
+            p_scale += o_run[None, :] // SCALE_COLUMNS
+            b_h *= tl.load(p_scale, mask=m_j[:, None] & (o_run < I)[None, :], other=0.0).to(tl.float32)[:, :, None]
+        b_h = b_h.reshape(CHOICES, BLOCK_I)
+        b_y += tl.sum(tl.sum(b_w.to(tl.float32) * b_h[None, :, :], axis=2), axis=1)
     if SLOTS > TOP_K:
         weight = 1.0
         if HAS_SHARE:
             weight = tl.load(share_ptr + token).to(tl.float32)
+        p_hidden = hidden_ptr + (token * SLOTS + TOP_K) * max(I, SHARED_I)
+        p_scale = shared_scale_ptr + i_h * BLOCK_H // SCALE_ROWS * shared_scale_stride_n
         for i_i in tl.static_range(0, SHARED_I, BLOCK_I):
             m_i = i_i + o_i < SHARED_I
             p_w = shared_ptr + o_h[:, None] * shared_stride_n + (i_i + o_i)[None, :]
             b_w = tl.load(p_w, mask=m_h[:, None] & m_i[None, :], other=0.0)
-            p_hidden = hidden_ptr + (token * SLOTS + TOP_K) * max(I, SHARED_I) + i_i + o_i
-            b_h = tl.load(p_hidden, mask=m_i, other=0.0).to(tl.float32) * weight
-            if HAS_SCALE:
-                p_scale = shared_scale_ptr + i_h * BLOCK_H // SCALE_ROWS * shared_scale_stride_n
-                b_h *= tl.load(p_scale + (i_i + o_i) // SCALE_COLUMNS, mask=m_i, other=0.0).to(tl.float32)
-            b_acc += b_w.to(tl.float32) * b_h[None, :]
-    tl.store(y_ptr + token * H + o_h, tl.sum(b_acc, axis=1).to(y_ptr.dtype.element_ty), mask=m_h)
+            b_h = scaled_input(p_hidden, p_scale, i_i, SHARED_I, BLOCK_I, SCALE_COLUMNS, HAS_SCALE)
+            b_y += weight * tl.sum(b_w.to(tl.float32) * b_h[None, :], axis=1)
+    tl.store(y_ptr + token * H + o_h, b_y.to(y_ptr.dtype.element_ty), mask=m_h)
 
 
 def parts_of(weight: Weight) -> tuple[Tensor, Tensor, tuple[int, int]]:
@@ -166,13 +165,14 @@ def experts(
         BLOCK_I=block_i, BLOCK_K=block_k, SCALE_ROWS=up_block[0], SCALE_COLUMNS=up_block[1],
         num_warps=tuning.get("num_warps", 4), **common,
     )  # fmt: skip
-    block_h = divisor(down_block[0], tuning.get("block_h", 8))
+    block_h = divisor(down_block[0], tuning.get("block_h", 4))
     down_and_sum[(triton.cdiv(hidden_size, block_h), tokens)](
         weights_ptr=weights, w_ptr=down_data, scale_ptr=down_scale, shared_ptr=shared_down,
         shared_scale_ptr=shared_down_scale, share_ptr=x if share is None else share, y_ptr=y,
         w_stride_e=down_data.stride(0), w_stride_n=down_data.stride(1), shared_stride_n=shared_down.stride(-2),
         scale_stride_e=down_scale.stride(0), scale_stride_n=down_scale.stride(1),
-        shared_scale_stride_n=shared_down_scale.stride(-2), BLOCK_H=block_h, HAS_SHARE=share is not None,
+        shared_scale_stride_n=shared_down_scale.stride(-2), BLOCK_H=block_h,
+        CHOICES=triton.next_power_of_2(top_k), HAS_SHARE=share is not None,
         BLOCK_I=min(triton.next_power_of_2(row), 512), SCALE_ROWS=down_block[0], SCALE_COLUMNS=down_block[1],
         num_warps=tuning.get("down_warps", 4), **common,
     )  # fmt: skip

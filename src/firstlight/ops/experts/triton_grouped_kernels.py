@@ -15,44 +15,59 @@ from firstlight.quant import Packed, Weight
 
 
 @triton.jit
-def sort_pairs(
-    experts_ptr, order_ptr, tile_ptr, tiles_ptr, pairs, first_expert,
-    E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+def count_pairs(
+    experts_ptr, counts_ptr, pairs, first_expert, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """A program an expert: it counts all experts' pairs, so it knows where its own begin, and lists them in their order.
+    """counts [chunks, BINS]: pairs of each expert in each chunk. Those of experts that aren't local count in bin E."""
+    i_chunk = tl.program_id(0)
+    o_pair = i_chunk * CHUNK + tl.arange(0, CHUNK)
+    b_expert = tl.load(experts_ptr + o_pair, mask=o_pair < pairs, other=-1).to(tl.int32) - first_expert
+    local = (b_expert >= 0) & (b_expert < E) & (o_pair < pairs)
+    b_counts = tl.histogram(tl.where(local, b_expert, E), BINS)
+    tl.store(counts_ptr + i_chunk * BINS + tl.arange(0, BINS), b_counts)
+
+
+@triton.jit
+def place_pairs(
+    experts_ptr, counts_ptr, order_ptr, tile_ptr, tiles_ptr, pairs, chunks, first_expert,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """A program a chunk: every pair finds its row from the counts of all chunks and those before it in its own.
 
     order [pairs]: pair of each row. tile [bound, 3]: (expert, first row, row after the last) of each tile of BLOCK_M rows.
-    tiles [1]: how many tiles there are. Pairs of experts that aren't local are listed nowhere.
+    tiles [1]: how many tiles there are. Pairs of experts that aren't local have no row.
     """
-    expert = tl.program_id(0)
-    o_bin, o_chunk = tl.arange(0, BINS), tl.arange(0, CHUNK)
+    i_chunk = tl.program_id(0)
+    o_bin, o_at = tl.arange(0, BINS), tl.arange(0, AT_ONCE)
     b_rows = tl.zeros([BINS], dtype=tl.int32)
-    for i_pair in range(0, pairs, CHUNK):
-        b_expert = tl.load(experts_ptr + i_pair + o_chunk, mask=i_pair + o_chunk < pairs, other=-1).to(tl.int32)
-        b_expert -= first_expert
-        local = (b_expert >= 0) & (b_expert < E) & (i_pair + o_chunk < pairs)
-        b_rows += tl.histogram(tl.where(local, b_expert, E), BINS)
-    b_rows = tl.where(o_bin < E, b_rows, 0)
-    b_tiles = (b_rows + BLOCK_M - 1) // BLOCK_M
-    first_row = tl.sum(tl.where(o_bin < expert, b_rows, 0), axis=0)
-    rows = tl.sum(tl.where(o_bin == expert, b_rows, 0), axis=0)
-    first_tile = tl.sum(tl.where(o_bin < expert, b_tiles, 0), axis=0)
-    if expert == 0:
+    b_before = tl.zeros([BINS], dtype=tl.int32)
+    for i in range(0, chunks, 8):
+        o_chunk = i + tl.arange(0, 8)
+        p_counts = counts_ptr + o_chunk[:, None] * BINS + o_bin[None, :]
+        b_counts = tl.load(p_counts, mask=(o_chunk < chunks)[:, None] & (o_bin < E)[None, :], other=0)
+        b_rows += tl.sum(b_counts, axis=0)
+        b_before += tl.sum(tl.where((o_chunk < i_chunk)[:, None], b_counts, 0), axis=0)
+    b_first = tl.cumsum(b_rows, axis=0) - b_rows
+    if i_chunk == 0:
+        b_tiles = (b_rows + BLOCK_M - 1) // BLOCK_M
+        b_first_tile = tl.cumsum(b_tiles, axis=0) - b_tiles
         tl.store(tiles_ptr, tl.sum(b_tiles, axis=0))
-    for i_tile in range(0, (rows + BLOCK_M - 1) // BLOCK_M):
-        p_tile = tile_ptr + (first_tile + i_tile) * 3
-        tl.store(p_tile, expert)
-        tl.store(p_tile + 1, first_row + i_tile * BLOCK_M)
-        tl.store(p_tile + 2, first_row + rows)
-    if rows > 0:
-        seen = first_row
-        for i_pair in range(0, pairs, CHUNK):
-            mask = i_pair + o_chunk < pairs
-            b_expert = tl.load(experts_ptr + i_pair + o_chunk, mask=mask, other=-1).to(tl.int32) - first_expert
-            m_mine = mask & (b_expert == expert)
-            b_mine = m_mine.to(tl.int32)
-            tl.store(order_ptr + seen + tl.cumsum(b_mine, axis=0) - 1, i_pair + o_chunk, mask=m_mine)
-            seen += tl.sum(b_mine, axis=0)
+        for i in range(0, tl.max(b_tiles, axis=0)):
+            p_tile = tile_ptr + (b_first_tile + i) * 3
+            tl.store(p_tile, o_bin, mask=i < b_tiles)
+            tl.store(p_tile + 1, b_first + i * BLOCK_M, mask=i < b_tiles)
+            tl.store(p_tile + 2, b_first + b_rows, mask=i < b_tiles)
+    b_next = b_first + b_before
+    for i in tl.static_range(0, CHUNK, AT_ONCE):
+        o_pair = i_chunk * CHUNK + i + o_at
+        b_expert = tl.load(experts_ptr + o_pair, mask=o_pair < pairs, other=-1).to(tl.int32) - first_expert
+        local = (b_expert >= 0) & (b_expert < E) & (o_pair < pairs)
+        b_expert = tl.where(local, b_expert, E)
+        b_is = (b_expert[:, None] == o_bin[None, :]).to(tl.int32)
+        b_rank = tl.sum(((b_expert[:, None] == b_expert[None, :]) & (o_at[None, :] < o_at[:, None])).to(tl.int32), axis=1)
+        b_row = tl.sum(b_is * b_next[None, :], axis=1) + b_rank
+        tl.store(order_ptr + b_row, o_pair, mask=local)
+        b_next += tl.sum(b_is, axis=0)
 
 
 @triton.jit
@@ -164,6 +179,26 @@ def weighted_sum(
     tl.store(y_ptr + i_t * H + o_h, b_acc.to(y_ptr.dtype.element_ty), mask=m_h)
 
 
+def sorted_pairs(
+    chosen: Tensor, first_expert: int, local_experts: int, block_m: int, bound: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(order, tile, tiles) of chosen [T, k], as `place_pairs` says; `bound` tiles at most."""
+    pairs, device = chosen.numel(), chosen.device
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    tile = torch.empty((bound, 3), dtype=torch.int32, device=device)
+    tiles = torch.empty(1, dtype=torch.int32, device=device)
+    chunk = 64 if pairs <= 1024 else 1024
+    chunks = triton.cdiv(pairs, chunk)
+    bins = triton.next_power_of_2(local_experts + 1)
+    counts = torch.empty((chunks, bins), dtype=torch.int32, device=device)
+    common = {"E": local_experts, "BINS": bins, "CHUNK": chunk}
+    count_pairs[(chunks,)](chosen, counts, pairs, first_expert, **common)
+    place_pairs[(chunks,)](
+        chosen, counts, order, tile, tiles, pairs, chunks, first_expert, BLOCK_M=block_m, AT_ONCE=64, num_warps=8, **common
+    )
+    return order, tile, tiles
+
+
 TILES: list[tuple[float, dict[str, int]]] = [
     (24, {"block_m": 16, "block_i": 128, "warps": 4, "stages": 3, "block_n": 128, "down_warps": 4, "down_stages": 3}),
     (96, {"block_m": 64, "block_i": 128, "warps": 8, "stages": 3, "block_n": 128, "down_warps": 4, "down_stages": 3}),
@@ -188,14 +223,7 @@ def experts(
     block_m = tile_shape["block_m"]
     bound = min(pairs, triton.cdiv(pairs, block_m) + local_experts)
     device = x.device
-    order = torch.empty(pairs, dtype=torch.int32, device=device)
-    tile = torch.empty((bound, 3), dtype=torch.int32, device=device)
-    tiles = torch.empty(1, dtype=torch.int32, device=device)
-    bins = triton.next_power_of_2(local_experts + 1)
-    sort_pairs[(local_experts,)](
-        chosen, order, tile, tiles, pairs, first_expert, E=local_experts, BINS=bins, BLOCK_M=block_m,
-        CHUNK=min(2048, triton.next_power_of_2(pairs)), num_warps=4,
-    )  # fmt: skip
+    order, tile, tiles = sorted_pairs(chosen, first_expert, local_experts, block_m, bound)
     up_data, up_scale, _ = parts_of(gate_up)
     down_data, down_scale, _ = parts_of(down_weight)
     source, source_scale = quantised(x, up_data.dtype) if packed else (x, x)

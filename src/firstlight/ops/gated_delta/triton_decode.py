@@ -67,8 +67,9 @@ def run(
     max_query: int,
     log: None = None,
     log_length: Tensor | None = None,
+    warps: int = 8,
 ) -> Tensor:
-    """The contract of `gated_delta` for one token (or none) a request."""
+    """The contract of `gated_delta` for one token (or none) a request. warps: at most so many hold a state."""
     from firstlight.ops.gated_delta.triton_decode_kernel import gated_delta_decode_kernel
 
     check_strides(mixed, z, a, b, state_pool)
@@ -112,7 +113,7 @@ def run(
         LANES=min(32, key_dim),
         W=conv_weight.shape[1],
         ROUND_PRODUCT=promoted == mixed.dtype and promoted.itemsize == 2,
-        num_warps=max(1, min(8, key_dim * value_dim // 1024)),
+        num_warps=max(1, min(warps, key_dim * value_dim // 1024)),
     )
     return out
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from firstlight.ops.gated_rms_norm import triton_fused
 from firstlight.ops.op import Cost, Op, Shape
 
 
@@ -33,3 +34,4 @@ def cost(shape: Shape, x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -
 
 
 gated_rms_norm = Op("gated_rms_norm", body, abstract=abstract, cost=cost)
+gated_rms_norm.provide("triton_fused", triton_fused.run, when=triton_fused.when, rank=2)

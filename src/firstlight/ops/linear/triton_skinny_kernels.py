@@ -14,6 +14,20 @@ ROW_BYTES = 2048
 
 
 @triton.jit
+def scaled_input(
+    x_ptr, scale_ptr, i_k, K, BLOCK_K: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr
+):  # fmt: skip
+    """x[i_k : i_k + BLOCK_K] in float32, times the scales of a row of blocks: one multiply here saves one a row."""
+    RUN: tl.constexpr = min(BLOCK_K, SCALE_COLUMNS)
+    o_k = i_k + (tl.arange(0, BLOCK_K // RUN) * RUN)[:, None] + tl.arange(0, RUN)[None, :]
+    b_x = tl.load(x_ptr + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        o_k = i_k + tl.arange(0, BLOCK_K // RUN) * RUN
+        b_x *= tl.load(scale_ptr + o_k // SCALE_COLUMNS, mask=o_k < K, other=0.0).to(tl.float32)[:, None]
+    return b_x.reshape(BLOCK_K)
+
+
+@triton.jit
 def one_token(
     x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr,
     N, K, w_stride_n, scale_stride_n,
@@ -24,17 +38,14 @@ def one_token(
     i_n = tl.program_id(0).to(tl.int64)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < N
-    b_acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    b_y = tl.zeros([BLOCK_N], dtype=tl.float32)
     for i_k in range(0, K, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
         m_k = o_k < K
         b_w = tl.load(w_ptr + o_n[:, None] * w_stride_n + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
-        b_x = tl.load(x_ptr + o_k, mask=m_k, other=0.0).to(tl.float32)
-        if HAS_SCALE:
-            p_scale = scale_ptr + i_n * BLOCK_N // SCALE_ROWS * scale_stride_n + o_k // SCALE_COLUMNS
-            b_x *= tl.load(p_scale, mask=m_k, other=0.0).to(tl.float32)
-        b_acc += b_w.to(tl.float32) * b_x[None, :]
-    b_y = tl.sum(b_acc, axis=1)
+        b_x = scaled_input(x_ptr, scale_ptr + i_n * BLOCK_N // SCALE_ROWS * scale_stride_n, i_k, K,
+                           BLOCK_K, SCALE_COLUMNS, HAS_SCALE)  # fmt: skip
+        b_y += tl.sum(b_w.to(tl.float32) * b_x[None, :], axis=1)
     if HAS_BIAS:
         b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
     tl.store(y_ptr + o_n, b_y.to(y_ptr.dtype.element_ty), mask=m_n)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Cost, Op, Shape
-from firstlight.ops.rms_norm import torch_fused
+from firstlight.ops.rms_norm import torch_fused, triton_fused
 
 
 def body(x: Tensor, weight: Tensor, *, eps: float, zero_centred: bool = False) -> Tensor:
@@ -36,3 +36,4 @@ def cost(shape: Shape, x: Tensor, weight: Tensor, *, eps: float, zero_centred: b
 
 rms_norm = Op("rms_norm", body, abstract=abstract, cost=cost)
 rms_norm.provide("torch_fused", torch_fused.run, when=torch_fused.when)
+rms_norm.provide("triton_fused", triton_fused.run, when=triton_fused.when, rank=2)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from firstlight.ops.op import Cost, Op, Shape
 from firstlight.ops.precision import wide_dtype
+from firstlight.ops.route import triton_fused
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -95,3 +96,4 @@ def cost(shape: Shape, logits: Tensor, *, top_k: int, dtype: torch.dtype | None 
 
 
 route = Op("route", body, abstract=abstract, cost=cost)
+route.provide("triton_fused", triton_fused.run, when=triton_fused.when, rank=2)

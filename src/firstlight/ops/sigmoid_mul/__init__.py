@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Cost, Op, Shape
+from firstlight.ops.sigmoid_mul import triton_fused
 
 
 def body(x: Tensor, gate: Tensor) -> Tensor:
@@ -27,3 +28,4 @@ def cost(shape: Shape, x: Tensor, gate: Tensor) -> Cost:
 
 
 sigmoid_mul = Op("sigmoid_mul", body, abstract=abstract, cost=cost)
+sigmoid_mul.provide("triton_fused", triton_fused.run, when=triton_fused.when, rank=2)

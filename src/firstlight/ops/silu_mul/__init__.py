@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from firstlight.ops.op import Cost, Op, Shape
+from firstlight.ops.silu_mul import triton_fused
 
 
 def body(x: Tensor) -> Tensor:
@@ -28,3 +29,4 @@ def cost(shape: Shape, x: Tensor) -> Cost:
 
 
 silu_mul = Op("silu_mul", body, abstract=abstract, cost=cost)
+silu_mul.provide("triton_fused", triton_fused.run, when=triton_fused.when, rank=2)

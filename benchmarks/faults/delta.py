@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch.nn.functional import silu
-from verify.faults import change_weight, delta, fault, grouped_delta, part_of, replace_parts, wrap
+
+from faults import change_weight, delta, fault, grouped_delta, part_of, replace_parts, wrap
 
 
 def _parts(module, **parts):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from reference import tiny_config
-from verify.faults import Fault
 
+from faults import Fault
 from firstlight.hardware import detect
 from firstlight.models import build_model
 from firstlight.models.walk import bind_model
@@ -20,6 +21,23 @@ from firstlight.weights.loader import load_weights
 from firstlight.weights.random_weights import random_tensors
 
 CPU = torch.device("cpu")
+TINY_CONFIGS = Path(__file__).parents[2] / "tests" / "tiny_configs"
+FAMILIES = (
+    "llama",
+    "smollm2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_text_tied",
+    "qwen3_5_moe_text",
+)
+
+
+def tiny_config(name: str) -> dict[str, Any]:
+    """A tiny config by its file name."""
+    config: dict[str, Any] = json.loads((TINY_CONFIGS / f"{name}.json").read_text())
+    return config
 
 
 def subject_of(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Subject:

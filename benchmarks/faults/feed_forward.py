@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch.nn.functional import gelu
-from verify.faults import (
+
+from faults import (
     change_weight,
     fault,
     mlp,

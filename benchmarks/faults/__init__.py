@@ -59,7 +59,7 @@ def everywhere() -> list[Fault]:
     """All faults."""
     if not FAULTS:
         for part in ("attention", "delta", "feed_forward", "model"):
-            importlib.import_module(f"verify.faults_{part}")
+            importlib.import_module(f"faults.{part}")
     return FAULTS
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch.nn.functional import silu
-from verify.faults import (
+
+from faults import (
     attention,
     change_weight,
     fault,

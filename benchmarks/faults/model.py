@@ -6,8 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
-from verify.faults import at, change_weight, fault, swap_rows, through_bfloat16, transpose_square, wrap, wrap_forward
 
+from faults import at, change_weight, fault, swap_rows, through_bfloat16, transpose_square, wrap, wrap_forward
 from firstlight.verify.workload import make_sequences
 
 rotary = at("rotary")

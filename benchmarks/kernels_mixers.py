@@ -1,0 +1,148 @@
+"""Kernels of the mixers on one GPU: Gated DeltaNet and attention at the shapes of Qwen3.5-35B-A3B.
+
+Each row: the time of one call inside a CUDA graph whose calls go through as many layers as it takes to leave the L2 cache,
+the floor (bytes over the copy bandwidth measured in the same run), and the published figure. Answers are checked first.
+
+    PYTHONPATH=src:tests:tests/triton python benchmarks/kernels_mixers.py [decode] [attention] [prologue] [prefill]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from mixers import errors, gated_delta_inputs
+
+from firstlight.ops.attention import attention, triton_paged
+from firstlight.ops.attention_prologue import attention_prologue, triton_fused
+from firstlight.ops.gated_delta import triton_decode
+
+REAL = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
+DEVICE = "cuda"
+COLD_BYTES = 256 * 2**20
+
+
+def graph_time(call: Callable[[int], Any], layers: int, replays: int = 7) -> float:
+    """Seconds of one of `layers` calls in a graph: the median over replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in range(min(3, layers)):
+            call(i)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(layers):
+            call(i)
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / layers)
+    return median(times[1:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a large device copy, reads and writes counted."""
+    source = torch.randn(2**28, device=DEVICE)
+    target = torch.empty_like(source)
+    seconds = graph_time(lambda _: target.copy_(source), 4)
+    return 2 * source.nbytes / seconds
+
+
+def report(name: str, seconds: float, floor: float, published: str = "") -> None:
+    print(f"{name:44s} {seconds * 1e6:9.2f} us  floor {floor * 1e6:8.2f}  {floor / seconds:5.0%}  {published}", flush=True)
+
+
+def decode(bandwidth: float, warps: tuple[int, ...]) -> None:
+    args, kwargs = gated_delta_inputs([1] * 5 + [0], [1, 2, 0, 2, 5, 4], [1, 3, 6, 0, 5, 7], dtype=torch.bfloat16, device=DEVICE, exports=((0, 1, 8), (1, 0, 9), (2, 0, 0)), **REAL)
+    for count in warps:
+        print("decode errors", count, errors(lambda *a, **k: triton_decode.run(*a, **k, warps=count), args, kwargs))
+    published = {1: "4.7", 8: "9.4", 64: "71.5", 128: "137", 256: "267"}
+    for batch in (1, 2, 8, 32, 64, 128, 256):
+        ids = list(range(1, batch + 1))
+        args, kwargs = gated_delta_inputs([1] * batch, ids, ids, dtype=torch.bfloat16, device=DEVICE, padding=0, **REAL)
+        state = args[9][1:].nbytes
+        layers = min(128, max(8, COLD_BYTES // state))
+        windows = args[8].unsqueeze(1).repeat(1, layers, 1, 1)
+        states = args[9].unsqueeze(1).repeat(1, layers, 1, 1, 1)
+        for count in warps:
+            def call(i: int) -> Any:
+                return triton_decode.run(*args[:8], windows[:, i], states[:, i], *args[10:], **kwargs, warps=count)
+
+            seconds = graph_time(call, layers)
+            report(f"gated_delta decode B={batch} warps={count} {2 * state / seconds / 1e12:.2f} TB/s", seconds, 2 * state / bandwidth, f"rule alone {published.get(batch, '')}")
+        del windows, states
+
+
+def paged(batch: int, context: int, layers: int, page: int = 64, queries: int = 1, heads: int = 16, kv_heads: int = 2, dim: int = 256) -> tuple[list[Any], torch.Tensor]:
+    count = -(-context // page)
+    order = (torch.randperm(batch * count, device=DEVICE) + 1).int().view(batch, count)
+    pool = torch.empty(batch * count + 1, layers, 2, page, kv_heads, dim, device=DEVICE, dtype=torch.bfloat16)
+    for i in range(layers):
+        pool[:, i].normal_()
+    pool[0] = float("nan")
+    q = torch.randn(batch * queries, heads, dim, device=DEVICE).bfloat16()
+    start = (torch.arange(batch + 1, device=DEVICE) * queries).int()
+    length = torch.full((batch,), context, device=DEVICE).int()
+    return [q, order, torch.arange(batch, device=DEVICE).int(), start, length], pool
+
+
+def attend(bandwidth: float, variants: bool) -> None:
+    tiles = triton_paged.Tiles
+    for batch, published in ((1, "15.6"), (8, "30.4"), (32, "77.7"), (128, "261")):
+        layers = {1: 32, 8: 8, 32: 4, 128: 4}[batch]
+        (q, *indices), pool = paged(batch, 4096, layers)
+        settings = {"scale": 256**-0.5, "max_query": 1, "max_context": 4096}
+        ours = triton_paged.run(q, pool[:, 0, 0], pool[:, 0, 1], *indices, **settings)
+        expected = attention.reference(q, pool[:, 0, 0], pool[:, 0, 1], *indices, **settings)
+        error = float((ours.double() - expected.double()).norm() / expected.double().norm())
+        chosen = triton_paged.choose_tiles(q, pool[:, 0, 0], batch, 1, 4096, 132)
+        candidates = [chosen]
+        if variants:
+            splits = {1: (32, 64), 8: (8, 16), 32: (2, 4, 8), 128: (1, 2)}[batch]
+            candidates += [tiles(1, 16, n, s, w, st) for s in splits for n, w, st in ((32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 8, 3), (32, 2, 3))]
+        for cut in candidates:
+            seconds = graph_time(lambda i, cut=cut: triton_paged.run(q, pool[:, i, 0], pool[:, i, 1], *indices, **settings, tiles=cut), layers)
+            report(f"attention decode B={batch} s={cut.splits} n={cut.keys} w={cut.warps} st={cut.stages} e={error:.0e}", seconds, 2 * pool[1:, 0, 0].nbytes / bandwidth, published)
+        del pool
+
+
+def prologue(bandwidth: float) -> None:
+    sizes = {"heads": 16, "kv_heads": 2, "head_dim": 256, "gated": True, "zero_centred": True}
+    for tokens in (1, 128, 8192):
+        pool = torch.zeros(tokens // 64 + 2, 2, 64, 2, 256, device=DEVICE, dtype=torch.bfloat16)
+        layers = 4 if tokens > 1000 else 32
+        qkv = torch.randn(layers, tokens, 9216, device=DEVICE).bfloat16()
+        norms = [torch.randn(256, device=DEVICE).bfloat16() for _ in "qk"]
+        angles = torch.randn(tokens, 64, device=DEVICE)
+        slot = torch.randperm(tokens, device=DEVICE) + 64
+
+        def call(i: int, run: Any = triton_fused.run, pool: Any = pool) -> Any:
+            return run(qkv[i], *norms, angles, pool[:, 0], pool[:, 1], slot, **sizes)
+
+        other = torch.zeros_like(pool)
+        (q, gate), (q2, gate2) = call(0), call(0, attention_prologue.reference, other)
+        worst = [float((x.float() - y.float()).abs().max()) for x, y in ((q, q2), (gate, gate2), (pool, other))]
+        report(f"prologue T={tokens} errors {worst}", graph_time(call, layers), 2 * qkv[0].nbytes / bandwidth)
+
+
+def main(parts: list[str]) -> None:
+    bandwidth = copy_bandwidth()
+    print(torch.cuda.get_device_name(), f"copy {bandwidth / 1e12:.2f} TB/s", flush=True)
+    variants = "variants" in parts
+    if "decode" in parts:
+        decode(bandwidth, (4, 8, 16) if variants else (8,))
+    if "attention" in parts:
+        attend(bandwidth, variants)
+    if "prologue" in parts:
+        prologue(bandwidth)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["decode", "attention", "prologue", "prefill"])
