@@ -67,7 +67,8 @@ def measure(running: int, waiting: int, steps: int, answer: int, slots: int, pag
             times.append(took)
         while scheduler.waiting < waiting:
             submit()
-    assert scheduler.metrics.preemptions == 0 and scheduler.running > 0.9 * running
+    assert scheduler.metrics.preemptions == 0
+    assert scheduler.running > 0.9 * running
     return times
 
 

@@ -87,7 +87,8 @@ class FakeExecutor:
         for row in plan.leaves.tolist():
             del self.rows[row]
         for join in plan.joins:
-            assert join.row >= 1 and join.row not in self.rows
+            assert join.row >= 1
+            assert join.row not in self.rows
             assert 0 <= join.cached < len(join.tokens)
             assert (join.slot > 0) == self.geometry.has_state
             self.rows[join.row] = Row(join.tokens.tolist(), join.cached, join.adapter, join.sampling.stop_token_ids)
@@ -98,7 +99,8 @@ class FakeExecutor:
             self.rows[row].pages[index] = page
         for move in plan.moves:
             pool = self.pages if move.kind is MoveKind.PAGE else self.slots
-            assert move.source > 0 and move.target > 0
+            assert move.source > 0
+            assert move.target > 0
             pool[move.target] = pool[move.source]
         self._check_shape(plan)
         return self._forward(plan)
@@ -107,7 +109,8 @@ class FakeExecutor:
         counts = [1 + self.drafts] * len(plan.decode.rows) + [chunk.count for chunk in plan.prefill]
         rows = plan.decode.rows.tolist() + [chunk.row for chunk in plan.prefill]
         assert len(set(rows)) == len(rows), "a row is in the step twice"
-        assert plan.bounds.tokens == sum(counts) and plan.bounds.requests == len(rows)
+        assert plan.bounds.tokens == sum(counts)
+        assert plan.bounds.requests == len(rows)
         assert plan.bounds.query == max(counts)
         contexts = [self.rows[row].length + count for row, count in zip(rows, counts, strict=True)]
         assert plan.bounds.context >= max(contexts)
@@ -119,7 +122,8 @@ class FakeExecutor:
             assert state_in == 0 or state_in == state_out or state_in not in written, "a slot is read and overwritten"
         for export in plan.exports:
             chunk = plan.prefill[export.chunk]
-            assert chunk.row == export.row and 0 < export.offset <= chunk.count
+            assert chunk.row == export.row
+            assert 0 < export.offset <= chunk.count
             assert export.offset % CHUNK == 0 or export.offset == chunk.count
         self._check_page_writes(rows, counts)
 
@@ -352,4 +356,5 @@ class Driver:
         self.scheduler.clear_cache()
         self.scheduler.check_integrity()
         residency = self.scheduler._residency
-        assert residency.pages.free == residency.pages.total and residency.slots.free == residency.slots.total
+        assert residency.pages.free == residency.pages.total
+        assert residency.slots.free == residency.slots.total

@@ -52,15 +52,15 @@ def scenarios(draw):
         prefix_cache=draw(st.sampled_from([True, True, True, False])),
         depth=depth,
     )
-    driver = dict(
-        geometry=geometry,
-        engine=engine,
-        max_context=draw(st.sampled_from([190, 4096])),
-        drafts=drafts,
-        seed=draw(st.integers(0, 99)),
-        skip=draw(st.sampled_from([0.0, 0.0, 0.2])),
-        stop_on_device=draw(st.booleans()),
-    )
+    driver = {
+        "geometry": geometry,
+        "engine": engine,
+        "max_context": draw(st.sampled_from([190, 4096])),
+        "drafts": drafts,
+        "seed": draw(st.integers(0, 99)),
+        "skip": draw(st.sampled_from([0.0, 0.0, 0.2])),
+        "stop_on_device": draw(st.booleans()),
+    }
     return driver, draw(st.lists(jobs(165), min_size=1, max_size=10))
 
 

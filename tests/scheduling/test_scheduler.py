@@ -138,7 +138,8 @@ def test_abort_takes_effect_in_the_next_plan(geometry, depth):
     while driver.flights:
         driver.commit()
     assert {name: len(driver.events[name]) for name in driver.events} == before
-    assert driver.scheduler.unfinished == 0 and driver.scheduler.running == 0
+    assert driver.scheduler.unfinished == 0
+    assert driver.scheduler.running == 0
     driver.scheduler.check_integrity()
 
 

@@ -11,8 +11,6 @@ from firstlight.cache import CachePool
 from firstlight.engine.batch import fill
 from firstlight.engine.loading import BoundModel
 from firstlight.engine.request_table import RequestTable
-from firstlight.ops.op import CallSite
-from firstlight.ops.sample import sample
 from firstlight.scheduling.plan import Move, MoveKind, Place, StepPlan, StepResult
 
 
@@ -44,7 +42,6 @@ class Executor:
         """rows: running requests at most. poison: fill null rows, and all pages and slots at first, with NaN (tests)."""
         self.loaded, self.pool = loaded, pool
         self.table = RequestTable(rows + 1, -(-loaded.max_context // pool.page_size), loaded.device)
-        self.sampler = CallSite(sample)
         if poison:
             pool.poison(range(pool.pages), range(pool.slots))
 
@@ -61,7 +58,7 @@ class Executor:
         if not len(filled.sampling_rows):
             return Pending(torch.empty(0, dtype=torch.int64))
         rows = filled.rows[filled.sampling]
-        tokens = self.sampler[0](
+        tokens = self.loaded.sampler.draw[filled.step.bucket.index](
             logits,
             self.table.temperature[rows],
             self.table.top_k[rows],

@@ -10,6 +10,7 @@ import torch
 
 from firstlight.cache import CachePool, PagedSpec, page_bytes, slot_bytes
 from firstlight.config import EngineOptions
+from firstlight.engine.sampler import Sampler
 from firstlight.errors import FirstlightError
 from firstlight.hardware import Hardware, detect
 from firstlight.models import CausalModel, build_model, family
@@ -39,6 +40,7 @@ class BoundModel:
     """
 
     model: CausalModel
+    sampler: Sampler
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype
@@ -119,11 +121,18 @@ def bind_only(
     if options.max_context > limit:
         raise FirstlightError(f"--max-context {options.max_context} is more than the model's own limit of {limit}")
     buckets = bucket_ladder(options, options.max_context or limit, hardware)
+    sampler = Sampler()
     binding, layouts = bind_model(
-        model, buckets, hardware, overrides=options.op, invariant=options.invariant, page_size=options.page_size
+        model,
+        buckets,
+        hardware,
+        overrides=options.op,
+        invariant=options.invariant,
+        page_size=options.page_size,
+        more=sampler.records(buckets, model.config.vocab_size, dtype, hardware),
     )
     return BoundModel(
-        model, checkpoint, device, dtype, hardware, mesh, binding, buckets, options.max_context or limit, layouts, stored
+        model, sampler, checkpoint, device, dtype, hardware, mesh, binding, buckets, options.max_context or limit, layouts, stored
     )
 
 

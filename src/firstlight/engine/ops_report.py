@@ -22,7 +22,7 @@ def ops_table(options: EngineOptions, hardware: Hardware | None, every_site: boo
         _bucket(bucket) for bucket in loaded.buckets
     )
     lines: dict[tuple[str, str, str, str], list[str]] = {}
-    for path, site in sites(loaded.model):
+    for path, site in [*sites(loaded.model), *sites(loaded.sampler)]:
         where = path if every_site else re.sub(r"\.\d+\.", ".*.", path)
         for bucket, choice in enumerate(site.choices):
             for depth, part in _with_parts(choice):

@@ -7,12 +7,27 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """How a device talks to others.
+
+    bandwidth: bytes a second in one direction, at most. latency: seconds from a kernel's store to the other side's load.
+    reach: how many devices it connects, this one included.
+    """
+
+    bandwidth: float
+    latency: float
+    reach: int
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """One device, as a provider's `when` and the predictor see it.
 
     kind: "cpu", "cuda" or "hip". architecture: "sm_90", "gfx942", or a CPU's instruction sets joined by "+".
     peak: operations a second by dtype of the multiply. bandwidth: bytes a second of device memory.
     memory: bytes. multiprocessors: SMs, CUs or cores. features: switches that a provider may ask for.
+    links: from the nearest to the farthest (inside a server or rack, then between them). dollars_per_hour: rent of one
+    device, 0 if no price is known. source: where the figures were published.
     """
 
     name: str
@@ -24,25 +39,13 @@ class Hardware:
     multiprocessors: int = 1
     l2: int = 0
     features: frozenset[str] = frozenset()
+    links: tuple[Link, ...] = ()
+    dollars_per_hour: float = 0.0
+    source: str = ""
 
     def has(self, feature: str) -> bool:
         """Whether a named feature (an instruction set on a CPU, "compiler", ...) is there."""
         return feature in self.features
 
 
-# Source: NVIDIA H200 datasheet (SXM): dense peaks without sparsity, HBM3e 4.8 TB/s, 141 GB.
-H200 = Hardware(
-    name="NVIDIA H200",
-    kind="cuda",
-    architecture="sm_90",
-    peak={"float8_e4m3fn": 1979e12, "bfloat16": 989e12, "float16": 989e12, "tf32": 495e12, "float32": 67e12},
-    bandwidth=4.8e12,
-    memory=141_000_000_000,
-    multiprocessors=132,
-    l2=60 * 2**20,
-)
-
 CPU_GENERIC = Hardware(name="CPU", kind="cpu", architecture="x86-64")
-
-GPUS = {"h200": H200}
-"""Described GPUs, by the name that options use."""

@@ -7,7 +7,8 @@ import platform
 import shutil
 from pathlib import Path
 
-from firstlight.hardware.description import H200, Hardware
+from firstlight.hardware.description import Hardware
+from firstlight.hardware.gpus import H200
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 

@@ -103,15 +103,18 @@ def bind_model(
     overrides: Sequence[str] = (),
     invariant: bool = False,
     page_size: int = 16,
+    more: Sequence[Record] = (),
 ) -> tuple[Binding, dict[tuple[str, str], str]]:
     """Bind a model on the meta device; returns the binding and the layout of each weight by (module path, attribute).
+
+    more: records of sites outside the model (a sampler) to be bound with it.
 
     Raises BindingError for an override that can't be met.
     """
     # A site is indexed by bucket, so before the walk each has an entry for every bucket.
     for _, site in sites(model):
         site[:] = [site.op.reference] * len(buckets)
-    records = record(model, buckets, hardware, page_size)
+    records = [*record(model, buckets, hardware, page_size), *more]
     binding = bind(records, len(buckets), hardware, parse_overrides(overrides), invariant)
     layouts = {
         (path, attribute): binding.layouts[id(getattr(module, attribute))]

@@ -28,6 +28,7 @@ class Account:
         self.free = total
         self.idle = 0
         self._counts = np.zeros(total + 1, np.int32)
+        self._count = memoryview(self._counts)  # type: ignore[arg-type]  # the same memory: quicker for one index
         self._kept = np.zeros(total + 1, bool)  # held by the tree
         self._stack = np.arange(total, 0, -1, dtype=np.int32)  # [:free] are free; the top is given out next
 
@@ -69,17 +70,15 @@ class Account:
     def forget(self, index: int) -> None:
         """The tree drops its reference."""
         self._kept[index] = False
-        if self._counts[index] > 1:
-            self._counts[index] -= 1
-        else:
-            self._counts[index] = 0
+        count = self._count[index] = self._count[index] - 1
+        if not count:
             self.idle -= 1
             self._stack[self.free] = index
             self.free += 1
 
     def references(self, index: int) -> int:
         """How many hold this index."""
-        return int(self._counts[index])
+        return self._count[index]
 
     def would_free(self, indices: Iterable[int]) -> int:
         """How many more could be had if each of these references were given back (an index may be named often)."""

@@ -90,13 +90,16 @@ class Draft:
         )
 
     def _page_entries(self) -> np.ndarray:
-        entries = [
-            (row, index, progress.pages[index])
-            for progress, (row, count) in self._pages.items()
-            if progress.row == row and not progress.draining  # else preempted since, and the row may be another's
-            for index in range(len(progress.pages) - count, len(progress.pages))
-        ]
-        return np.asarray(entries, np.int32).reshape(-1, 3)
+        rows: list[int] = []
+        indices: list[int] = []
+        pages: list[int] = []
+        for progress, (row, count) in self._pages.items():
+            if progress.row == row and not progress.draining:  # else preempted since, and the row may be another's
+                first = len(progress.pages) - count
+                rows += [row] * count
+                indices += range(first, first + count)
+                pages += progress.pages[first:]
+        return np.ascontiguousarray(np.array([rows, indices, pages], np.int32).T)
 
     def _chunk(self, progress: Progress, count: int) -> Chunk:
         start = progress.planned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class Origin(enum.StrEnum):
@@ -17,7 +17,11 @@ class Origin(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One page in the tree. depth: its index in a page table. tokens: how many of its positions are filled."""
+    """One page in the tree.
+
+    depth: its index in a page table. tokens: how many of its positions are filled. checkpoints: that end inside it.
+    child_lengths: tokens into the next page at which checkpoints end, longest first, one for each of them.
+    """
 
     key: bytes
     parent: Node | None
@@ -25,10 +29,8 @@ class Node:
     page: int
     tokens: int
     children: int = 0
-    checkpoints: list[Checkpoint] = field(default_factory=list)  # that end inside this page
-    child_lengths: dict[int, int] = field(
-        default_factory=dict
-    )  # tokens into the next page -> checkpoints that end there
+    checkpoints: tuple[Checkpoint, ...] = ()
+    child_lengths: tuple[int, ...] = ()
     credit: float = 0.0
     ticket: int = 0
 

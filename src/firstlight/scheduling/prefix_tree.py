@@ -96,7 +96,7 @@ class PrefixTree:
         node = self._nodes[chain.keys[depth - 1]] if depth else self._roots.get(chain.root)
         while node is not None:
             start = (node.depth + 1) * size
-            for count in sorted(node.child_lengths, reverse=True):
+            for count in node.child_lengths:
                 if start + count <= min(limit, len(tokens)):
                     found = self._checkpoints.get(chain.at(tokens, start + count))
                     if found is not None:
@@ -152,11 +152,9 @@ class PrefixTree:
         known = self._checkpoints.get(key)
         if known is None:
             known = self._checkpoints[key] = Checkpoint(key, node, length, slot, origin)
-            node.checkpoints.append(known)
-            assert node.parent is not None
-            lengths = node.parent.child_lengths
-            count = length - node.depth * self._geometry.page_size
-            lengths[count] = lengths.get(count, 0) + 1
+            node.checkpoints += (known,)
+            parent = self._parent(node)
+            parent.child_lengths = tuple(sorted((*parent.child_lengths, self._within(known)), reverse=True))
             if slot:
                 self._slots.keep([slot])
         if slot:
@@ -244,14 +242,13 @@ class PrefixTree:
 
     def _remove_node(self, node: Node) -> Node | None:
         """Takes a leaf out of the tree; returns its parent, unless that is the root."""
-        for checkpoint in list(node.checkpoints):
+        for checkpoint in node.checkpoints:
             self._remove_checkpoint(checkpoint)
         del self._nodes[node.key]
         node.ticket = -1
         self._pages.forget(node.page)
         self._metrics.evicted_pages += 1
-        parent = node.parent
-        assert parent is not None
+        parent = self._parent(node)
         parent.children -= 1
         if parent.depth >= 0:
             parent.credit = max(parent.credit, node.credit)  # it was used whenever its child was
@@ -264,23 +261,29 @@ class PrefixTree:
         del self._checkpoints[checkpoint.key]
         checkpoint.ticket = -1
         node = checkpoint.node
-        node.checkpoints.remove(checkpoint)
-        assert node.parent is not None
-        lengths = node.parent.child_lengths
-        count = checkpoint.length - node.depth * self._geometry.page_size
-        lengths[count] -= 1
-        if not lengths[count]:
-            del lengths[count]
+        node.checkpoints = tuple(other for other in node.checkpoints if other is not checkpoint)
+        parent = self._parent(node)
+        place = parent.child_lengths.index(self._within(checkpoint))
+        parent.child_lengths = parent.child_lengths[:place] + parent.child_lengths[place + 1 :]
         if checkpoint.slot:
             self._slots.forget(checkpoint.slot)
             self._metrics.evicted_checkpoints += 1
+
+    def _within(self, checkpoint: Checkpoint) -> int:
+        """Tokens of the checkpoint in its node's page."""
+        return checkpoint.length - checkpoint.node.depth * self._geometry.page_size
+
+    @staticmethod
+    def _parent(node: Node) -> Node:
+        assert node.parent is not None, "a root has no page"
+        return node.parent
 
     def _node_is_idle_leaf(self, node: Node) -> bool:
         return (
             not node.children
             and node.ticket >= 0
             and self._pages.references(node.page) == 1
-            and all(self._checkpoint_is_idle(checkpoint) for checkpoint in node.checkpoints)
+            and (not node.checkpoints or all(map(self._checkpoint_is_idle, node.checkpoints)))
         )
 
     def _checkpoint_is_idle(self, checkpoint: Checkpoint) -> bool:

@@ -16,7 +16,8 @@ import torch
 from firstlight.errors import CheckpointError
 from firstlight.models.causal import CausalModel
 from firstlight.nn.module import Module, Piece, Segment, WeightSpec
-from firstlight.quant import SCALE_SUFFIX, Packed, Weight, repack
+from firstlight.quant import PLAIN, SCALE_SUFFIX, Packed, Weight, repack
+from firstlight.weights.freed_memory import release_freed_memory
 from firstlight.weights.stored import Range, StoredTensor
 
 
@@ -63,7 +64,11 @@ def load_weights(
     loader.check_leftovers(model)
     for (path, module, attribute, spec), form in zip(specs, plans, strict=True):
         weight = loader.fill(spec, form)
-        setattr(module, attribute, repack(weight, layouts.get((path, attribute), "plain")))
+        layout = layouts.get((path, attribute), PLAIN)
+        setattr(module, attribute, repack(weight, layout))
+        if layout != PLAIN:
+            del weight  # the plain form; the next weight may need its room
+            release_freed_memory()
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from firstlight.ops.embedding import triton_rows
 from firstlight.ops.op import Cost, Op, Shape
 from firstlight.quant import PLAIN, Packed, Weight, unpack
 from firstlight.quant.gguf_blocks import GGML_TYPES
@@ -54,3 +55,4 @@ def cost(shape: Shape, ids: Tensor, weight: Weight, *, start: int = 0, dtype: to
 
 
 embedding = Op("embedding", body, abstract=abstract, cost=cost)
+embedding.provide("triton_rows", triton_rows.run, when=triton_rows.when, rank=2)

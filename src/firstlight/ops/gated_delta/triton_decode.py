@@ -9,12 +9,15 @@ A slot that one request writes may not be read by another in the same step; prog
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from firstlight.ops.op import Call
 from firstlight.ops.triton_support import unavailable
 
+FEW_PROGRAMS = 132
 LARGEST_STATE = 2**16
 """Elements of a head's state that one program can hold in registers."""
 
@@ -43,6 +46,23 @@ def unsupported(call: Call) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a program goes through its state: so many rows at a time, fetched `stages` tiles ahead, by so many warps."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+def choose_tiles(programs: int, value_dim: int, key_dim: int) -> Tiles:
+    """All at once while programs are few; small tiles where many programs share a multiprocessor."""
+    if programs <= FEW_PROGRAMS:
+        return Tiles(value_dim, max(1, min(16, value_dim * key_dim // 1024)), 1)
+    rows = min(value_dim, max(1, 2048 // key_dim))
+    return Tiles(rows, 4, 3)
+
+
 def run(
     mixed: Tensor,
     z: Tensor,
@@ -67,9 +87,9 @@ def run(
     max_query: int,
     log: None = None,
     log_length: Tensor | None = None,
-    warps: int = 8,
+    tiles: Tiles | None = None,
 ) -> Tensor:
-    """The contract of `gated_delta` for one token (or none) a request. warps: at most so many hold a state."""
+    """The contract of `gated_delta` for one token (or none) a request. tiles: instead of `choose_tiles`."""
     from firstlight.ops.gated_delta.triton_decode_kernel import gated_delta_decode_kernel
 
     check_strides(mixed, z, a, b, state_pool)
@@ -77,6 +97,8 @@ def run(
     requests = state_in.shape[0]
     if requests == 0 or mixed.shape[0] == 0:
         return out
+    if tiles is None:
+        tiles = choose_tiles(requests * value_heads, value_dim, key_dim)
     promoted = torch.promote_types(mixed.dtype, norm_weight.dtype)
     gated_delta_decode_kernel[(value_heads, requests)](
         mixed,
@@ -110,10 +132,12 @@ def run(
         HV=value_heads,
         K=key_dim,
         V=value_dim,
-        LANES=min(32, key_dim),
+        BLOCK_V=tiles.rows,
+        STAGES=tiles.stages,
         W=conv_weight.shape[1],
+        WHOLE=tiles.rows == value_dim,
         ROUND_PRODUCT=promoted == mixed.dtype and promoted.itemsize == 2,
-        num_warps=max(1, min(warps, key_dim * value_dim // 1024)),
+        num_warps=tiles.warps,
     )
     return out
 

@@ -1,7 +1,8 @@
 """The kernel of `triton_decode`. Letters: B T H HK HV K V as in the op; W taps of the convolution.
 
-A state tile is held as [K / LANES, V, LANES]: a row's keys lie in few lanes of a warp, each lane holding several runs of
-four, so that a sum over keys is mostly additions inside a thread.
+A state goes by in tiles [BLOCK_V, K], fetched ahead of their use, or at once (WHOLE), which is quicker as long as there are
+fewer programs than multiprocessors. The request's row of the output holds v until o takes its place, tile by tile, and o
+until the norm has seen all of it: both are rounded to the output's dtype anyway, and what one thread wrote there others read.
 """
 
 from __future__ import annotations
@@ -47,6 +48,23 @@ def store_window(x, source_ptr, target_ptr, o_c, has_window, moves, conv_stride_
 
 
 @triton.jit
+def advance(tile, v_ptr, q, k, decay, beta, moves, BLOCK_V: tl.constexpr):
+    """(rows of the state after the token, or as they are unless `moves`; what the query reads from them).
+
+    S' = decay S + u k^T, so S' q = decay (S q) + u (k . q): key and query meet the state as it was read.
+    """
+    o_v = tl.arange(0, BLOCK_V)
+    v = tl.load(v_ptr + o_v, mask=moves & (o_v >= 0), other=0.0).to(tl.float32)
+    held = tl.sum(tile * k[None, :], 1)
+    answer = tl.sum(tile * q[None, :], 1)
+    update = beta * (v - decay * held)
+    o = decay * answer + update * tl.sum(k * q, 0)
+    fade = tl.where(moves, decay, 1.0)
+    added = tl.where(moves, update, 0.0)[:, None] * tl.where(moves, k, 0.0)[None, :]
+    return tile * fade + added, o
+
+
+@triton.jit
 def gated_delta_decode_kernel(
     mixed_ptr,
     z_ptr,
@@ -81,8 +99,10 @@ def gated_delta_decode_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    LANES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
     W: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROUND_PRODUCT: tl.constexpr,
 ):
     i_hv = tl.program_id(0)
@@ -96,29 +116,33 @@ def gated_delta_decode_kernel(
     has_state = source > 0
     row = tl.minimum(first, tokens - 1)
 
-    # The state is most of what is read: ask for it first.
-    o_j = tl.arange(0, K // LANES)
-    o_l = tl.arange(0, LANES)
+    o_k = tl.arange(0, K)
     o_v = tl.arange(0, V)
-    o_s = i_hv * (V * K) + o_v[None, :, None] * K + (o_j[:, None, None] * LANES + o_l[None, None, :])
-    state = tl.load(state_pool_ptr + source * state_stride_slot + o_s, mask=has_state & (o_s >= 0), other=0.0)
+    o_s = tl.arange(0, BLOCK_V)[:, None] * K + o_k[None, :]
+    held_ptr = state_pool_ptr + source * state_stride_slot + i_hv * (V * K)
+    tile = tl.zeros([BLOCK_V, K], tl.float32)
+    if WHOLE:
+        # The state is most of what is read: ask for it first.
+        tile = tl.load(held_ptr + o_s, mask=has_state & (o_s >= 0), other=0.0)
 
     x_ptr = mixed_ptr + row * mixed_stride_t
     window_ptr = conv_pool_ptr + source * conv_stride_slot
-    o_q = i_hk * K + o_j[:, None] * LANES + o_l[None, :]
-    o_k = HK * K + o_q
-    o_u = 2 * HK * K + i_hv * V + o_v
-    x_q = tl.load(x_ptr + o_q)
-    x_k = tl.load(x_ptr + o_k)
-    x_v = tl.load(x_ptr + o_u)
-    q = convolve(x_q, conv_weight_ptr, window_ptr, o_q, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W)
-    k = convolve(x_k, conv_weight_ptr, window_ptr, o_k, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W)
-    v = convolve(x_v, conv_weight_ptr, window_ptr, o_u, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W)
+    c_q = i_hk * K + o_k
+    c_k = HK * K + c_q
+    c_v = 2 * HK * K + i_hv * V + o_v
+    x_q = tl.load(x_ptr + c_q)
+    x_k = tl.load(x_ptr + c_k)
+    x_v = tl.load(x_ptr + c_v)
+    v = convolve(x_v, conv_weight_ptr, window_ptr, c_v, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W)
+    q = convolve(x_q, conv_weight_ptr, window_ptr, c_q, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W)
+    k = convolve(x_k, conv_weight_ptr, window_ptr, c_k, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W)
     a = tl.load(a_ptr + row * a_stride_t + i_hv).to(tl.float32) + tl.load(dt_bias_ptr + i_hv).to(tl.float32)
     decay = tl.exp(-tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32)) * softplus(a))
     beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + row * b_stride_t + i_hv).to(tl.float32)))
     z = tl.load(z_ptr + row * z_stride_t + i_hv * V + o_v).to(tl.float32)
     norm_weight = tl.load(norm_weight_ptr + o_v).to(tl.float32)
+    row_ptr = out_ptr + row * (HV * V) + i_hv * V
+    tl.store(row_ptr + o_v, v, mask=has_token & (o_v >= 0))
 
     # Windows: a value head's own channels at once, the key head's by the last of its readers.
     tl.debug_barrier()
@@ -132,16 +156,16 @@ def gated_delta_decode_kernel(
         if (tl.load(exports_ptr + 3 * i_e) == i_r) & (slot > 0):
             moves = (tl.load(exports_ptr + 3 * i_e + 1) > 0) & has_token
             copy_ptr = conv_pool_ptr + slot * conv_stride_slot
-            store_window(x_v, window_ptr, copy_ptr, o_u, has_state, moves, conv_stride_c, conv_stride_w, W)
+            store_window(x_v, window_ptr, copy_ptr, c_v, has_state, moves, conv_stride_c, conv_stride_w, W)
             if last:
-                store_window(x_q, window_ptr, copy_ptr, o_q, has_state, moves, conv_stride_c, conv_stride_w, W)
-                store_window(x_k, window_ptr, copy_ptr, o_k, has_state, moves, conv_stride_c, conv_stride_w, W)
+                store_window(x_q, window_ptr, copy_ptr, c_q, has_state, moves, conv_stride_c, conv_stride_w, W)
+                store_window(x_k, window_ptr, copy_ptr, c_k, has_state, moves, conv_stride_c, conv_stride_w, W)
     if target > 0:
         copy_ptr = conv_pool_ptr + target * conv_stride_slot
-        store_window(x_v, window_ptr, copy_ptr, o_u, has_state, has_token, conv_stride_c, conv_stride_w, W)
+        store_window(x_v, window_ptr, copy_ptr, c_v, has_state, has_token, conv_stride_c, conv_stride_w, W)
         if last:
-            store_window(x_q, window_ptr, copy_ptr, o_q, has_state, has_token, conv_stride_c, conv_stride_w, W)
-            store_window(x_k, window_ptr, copy_ptr, o_k, has_state, has_token, conv_stride_c, conv_stride_w, W)
+            store_window(x_q, window_ptr, copy_ptr, c_q, has_state, has_token, conv_stride_c, conv_stride_w, W)
+            store_window(x_k, window_ptr, copy_ptr, c_k, has_state, has_token, conv_stride_c, conv_stride_w, W)
     if GROUP > 1:
         if last:
             tl.store(tickets_ptr + i_r * HK + i_hk, 0)
@@ -149,33 +173,33 @@ def gated_delta_decode_kernel(
     dtype = x_q.dtype
     q = q.to(tl.float32)
     k = k.to(tl.float32)
-    q = (q * (tl.rsqrt(tl.sum(tl.sum(q * q, 1), 0) + 1e-6) * K**-0.5)).to(dtype).to(tl.float32)
-    k = (k * tl.rsqrt(tl.sum(tl.sum(k * k, 1), 0) + 1e-6)).to(dtype).to(tl.float32)
-
-    # S' = decay S + u k^T, so S' q = decay (S q) + u (k . q): key and query meet the state as it was read.
-    held = tl.sum(tl.sum(state * k[:, None, :], 0), 1)
-    answer = tl.sum(tl.sum(state * q[:, None, :], 0), 1)
-    update = beta * (v.to(tl.float32) - decay * held)
-    overlap = tl.sum(tl.sum(k * q, 1), 0)
-    o = (decay * answer + update * overlap).to(dtype).to(tl.float32)
+    q = (q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * K**-0.5)).to(dtype).to(tl.float32)
+    k = (k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)).to(dtype).to(tl.float32)
 
     for i_e in range(exports_count):
         slot = tl.load(exports_ptr + 3 * i_e + 2).to(tl.int64)
         after = tl.load(exports_ptr + 3 * i_e + 1)
         if (tl.load(exports_ptr + 3 * i_e) == i_r) & (slot > 0) & (after <= 1):
-            if (after > 0) & has_token:
-                exported = state * decay + update[None, :, None] * k[:, None, :]
-            else:
-                exported = state
-            tl.store(state_pool_ptr + slot * state_stride_slot + o_s, exported)
-    if target > 0:
-        if has_token:
-            state = state * decay + update[None, :, None] * k[:, None, :]
-        tl.store(state_pool_ptr + target * state_stride_slot + o_s, state)
+            moves = (after > 0) & has_token
+            copy_ptr = state_pool_ptr + slot * state_stride_slot + i_hv * (V * K)
+            for i_v in range(0, V, BLOCK_V):
+                exported = tl.load(held_ptr + i_v * K + o_s, mask=has_state & (o_s >= 0), other=0.0)
+                exported, _ = advance(exported, row_ptr + i_v, q, k, decay, beta, moves, BLOCK_V)
+                tl.store(copy_ptr + i_v * K + o_s, exported)
+    copy_ptr = state_pool_ptr + target * state_stride_slot + i_hv * (V * K)
+    for i_v in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        if not WHOLE:
+            tile = tl.load(held_ptr + i_v * K + o_s, mask=has_state & (o_s >= 0), other=0.0)
+        written, o = advance(tile, row_ptr + i_v, q, k, decay, beta, has_token, BLOCK_V)
+        tl.store(copy_ptr + i_v * K + o_s, written, mask=(target > 0) & (o_s >= 0))
+        o_t = i_v + tl.arange(0, BLOCK_V)
+        tl.store(row_ptr + o_t, o.to(dtype), mask=has_token & (o_t >= 0))
 
+    tl.debug_barrier()
     if has_token:
+        o = tl.load(row_ptr + o_v).to(tl.float32)
         y = (o * tl.rsqrt(tl.sum(o * o, 0) / V + eps)).to(dtype).to(tl.float32)
         product = y * norm_weight
         if ROUND_PRODUCT:
             product = product.to(dtype).to(tl.float32)
-        tl.store(out_ptr + row * (HV * V) + i_hv * V + o_v, (product * silu(z)).to(dtype))
+        tl.store(row_ptr + o_v, (product * silu(z)).to(dtype))

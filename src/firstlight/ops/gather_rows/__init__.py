@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from firstlight.ops.gather_rows import triton_rows
 from firstlight.ops.op import Cost, Op, Shape
 
 
@@ -27,3 +28,4 @@ def cost(shape: Shape, x: Tensor, rows: Tensor) -> Cost:
 
 
 gather_rows = Op("gather_rows", body, abstract=abstract, cost=cost)
+gather_rows.provide("triton_rows", triton_rows.run, when=triton_rows.when, rank=2)

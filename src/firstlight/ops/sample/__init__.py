@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Cost, Op, Shape
-from firstlight.ops.sample import torch_cpu
+from firstlight.ops.sample import torch_cpu, triton_split
 from firstlight.ops.sample.kept import keep
 from firstlight.ops.sample.noise import gumbel
 
@@ -81,3 +81,4 @@ def cost(
 
 sample = Op("sample", body, abstract=abstract, cost=cost)
 sample.provide("torch_cpu", torch_cpu.run, when=torch_cpu.when)
+sample.provide("triton_split", triton_split.run, when=triton_split.when, rank=2)

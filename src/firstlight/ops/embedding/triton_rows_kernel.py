@@ -1,0 +1,34 @@
+"""Kernel of `triton_rows`, and of `gather_rows`'s."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def copy_rows(table_ptr, index_ptr, y_ptr, rows, D, start, table_stride, BLOCK_D: tl.constexpr):
+    """y [N, D] = table[index - start], or zeros where that is no row."""
+    i_n = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    row = tl.load(index_ptr + i_n).to(tl.int64) - start
+    held = (row >= 0) & (row < rows)
+    b_y = tl.load(table_ptr + row * table_stride + o_d, mask=m_d & held, other=0)
+    tl.store(y_ptr + i_n * D + o_d, b_y.to(y_ptr.dtype.element_ty), mask=m_d)
+
+
+def rows(table: Tensor, index: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+    """table [V, D], columns adjacent; index [N] int32 or int64 -> [N, D]."""
+    count, size = index.shape[0], table.shape[1]
+    y = torch.empty((count, size), dtype=dtype, device=table.device)
+    block = min(BLOCK, triton.next_power_of_2(size))
+    if count:
+        copy_rows[(count, triton.cdiv(size, block))](
+            table, index.contiguous(), y, table.shape[0], size, start, table.stride(0), BLOCK_D=block
+        )
+    return y
