@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OPENING = re.compile(r"^<!-- generated: (?P<name>[\w-]+) -->$", re.MULTILINE)
+BLOCK = re.compile(r"^(<!-- generated: (?P<name>[\w-]+) -->\n).*?^(<!-- end -->)$", re.DOTALL | re.MULTILINE)
 
 
 def pages() -> list[Path]:
@@ -34,8 +35,7 @@ def pages() -> list[Path]:
 
 def regenerated(text: str) -> str:
     """The text of a page with its blocks as the code has them now. Raises SystemExit for a block that nobody makes."""
-    opened = text.count("<!-- generated: ")
-    if opened != len(BLOCK.findall(text)):
+    if len(OPENING.findall(text)) != len(BLOCK.findall(text)):
         raise SystemExit("a generated block is not closed by <!-- end -->")
 
     def fill(match: re.Match[str]) -> str:
@@ -74,8 +74,8 @@ def first_sentence(documentation: str | None) -> str:
 
 
 def code(text: str) -> str:
-    """Text as Markdown code."""
-    return f"`{text}`"
+    """Text as Markdown code, whether or not it has backticks in it."""
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 # Blocks
@@ -91,8 +91,9 @@ def families() -> str:
     rows = []
     for file, model_types in by_file.items():
         module = import_module(f"firstlight.models.{file}")
-        classes = first_sentence(module.Model.__doc__).rstrip(".")
-        rows.append([", ".join(map(code, model_types)), first_sentence(module.__doc__).rstrip("."), classes])
+        classes = re.findall(r"\w+For\w+", first_sentence(module.Model.__doc__))
+        what = first_sentence(module.__doc__).rstrip(".")
+        rows.append([", ".join(map(code, model_types)), what, ", ".join(map(code, classes))])
     return table(["`model_type`", "what it is", "class in transformers"], rows)
 
 
@@ -128,7 +129,7 @@ def providers() -> str:
 
     rows = []
     for name, op in sorted(REGISTRY.items()):
-        for provider in op.providers.values():
+        for provider in sorted(op.providers.values(), key=lambda provider: -provider.rank):
             layouts = ", ".join(f"{argument}: {layout}" for argument, layout in provider.layout.items())
             how = _how(name, provider.run) + (f" Lossy: {provider.lossy}." if provider.lossy else "")
             rows.append([code(name), code(provider.name), str(provider.rank), layouts, how])
@@ -181,7 +182,7 @@ def _legal(field: Any) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(map(code, get_args(annotation)))
     if get_origin(annotation) is tuple:
-        return "texts"
+        return "text, several"
     names = {bool: "`true`, `false`", int: "whole number", float: "number"}
     limits = [
         f"{sign} {getattr(limit, attribute)}"
@@ -226,7 +227,9 @@ def _command(name: str, command: Any) -> str:
     if own:
         parts.append(table(["option", "default", "meaning"], map(_option, own)))
     if shared:
-        links = [f"[{panel}Options](configuration.md#{SHARED_PANELS[panel].lower()})" for panel in dict.fromkeys(shared)]
+        links = [
+            f"[{panel}Options](configuration.md#{SHARED_PANELS[panel].lower()})" for panel in dict.fromkeys(shared)
+        ]
         parts.append(f"{'Further options' if own else 'Options'}: {' and '.join(links)}.")
     return "\n\n".join(parts)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +15,16 @@ from firstlight.engine.executor import Executor, Pending
 from firstlight.engine.loading import allocate_caches, cache_geometry, load_model
 from firstlight.engine.messages import Delta, EngineStats
 from firstlight.engine.ranks import Followers, LeadingExecutor, rank_device
+from firstlight.scheduling.accounts import IntegrityError
 from firstlight.scheduling.errors import RequestRefusedError
 from firstlight.scheduling.plan import StepPlan
 from firstlight.scheduling.request import Request
 from firstlight.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 10.0
+"""Between two checks of the accounts of rows, pages and slots, which are made when nothing runs."""
 
 
 class Engine:
@@ -53,6 +61,7 @@ class Engine:
         self.scheduler = Scheduler(scheduling, self.geometry, self.max_context)
         self.in_flight: deque[tuple[StepPlan, Pending]] = deque()
         self.steps = 0
+        self._checked_at = float("-inf")
 
     @property
     def facts(self) -> dict[str, str]:
@@ -75,9 +84,10 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestRefusedError for one that can never run, or names tokens that don't exist."""
-        if len(request.prompt) and not (0 <= request.prompt.min() and request.prompt.max() < self.vocab_size):
-            bad = int(request.prompt[(request.prompt < 0) | (request.prompt >= self.vocab_size)][0])
-            raise RequestRefusedError(400, f"token id {bad} is not in the vocabulary; legal ids: 0 to {self.vocab_size - 1}")
+        unknown = request.prompt[(request.prompt < 0) | (request.prompt >= self.vocab_size)]
+        if len(unknown):
+            last = self.vocab_size - 1
+            raise RequestRefusedError(400, f"token id {unknown[0]} is not in the vocabulary; legal ids: 0 to {last}")
         self.scheduler.submit(request)
 
     def abort(self, id: str) -> None:
@@ -98,7 +108,19 @@ class Engine:
             return ()
         oldest, pending = self.in_flight.popleft()
         events = self.scheduler.commit(oldest, pending.wait())
+        if not self.has_work():
+            self._check_at_rest()
         return [Delta(event.request_id, event.tokens, event.finish, event.cached_tokens or 0) for event in events]
+
+    def _check_at_rest(self) -> None:
+        """See that rows, pages and slots add up, now and then when nothing runs. A leak is logged: requests go on."""
+        now = time.monotonic()
+        if now - self._checked_at >= CHECK_SECONDS:
+            self._checked_at = now
+            try:
+                self.scheduler.check_integrity()
+            except IntegrityError as error:
+                logger.error("the caches' accounts don't add up: %s", error)
 
     def stats(self) -> EngineStats:
         """Counts now, and sums since the start."""

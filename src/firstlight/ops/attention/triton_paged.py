@@ -15,7 +15,6 @@ from torch import Tensor
 from firstlight.ops.op import Call
 from firstlight.ops.triton_support import unavailable
 
-PROGRAMS_PER_MULTIPROCESSOR = 2
 LARGEST_HEAD = 256
 
 
@@ -65,14 +64,14 @@ def choose_tiles(
     wide = q.dtype.itemsize > 2
     if max_query * group <= 64:
         rows = max(16, power_of_two(max_query * group))
-        tile_tokens, keys, warps, stages = max_query, 32 if dim > 128 or wide else 64, 4, 3
+        tile_tokens, keys, warps, stages = max_query, 32 if wide else 64, 4, 3
         tiles = requests
     else:
         rows = max(64 if wide else 128, power_of_two(group))
         tile_tokens, keys, warps, stages = max(1, rows // group), 32 if wide else 64, 8, 2
         tiles = -(-tokens // tile_tokens) + requests
     programs = tiles * kv_heads
-    splits = choose_splits(programs, max_context // (2 * keys), multiprocessors * PROGRAMS_PER_MULTIPROCESSOR)
+    splits = choose_splits(programs, max_context // keys, multiprocessors)
     return Tiles(tile_tokens, rows, keys, splits if tiles == requests else 1, warps, stages)
 
 
@@ -164,7 +163,6 @@ def run(
         CAUSAL=causal,
         HAS_WINDOW=window > 0,
         HAS_SINKS=sinks is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -49,7 +49,6 @@ def attention_kernel(
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     GROUP: tl.constexpr = H // KV
     i_kv = (tl.program_id(0) // SPLITS).to(tl.int64)
@@ -116,7 +115,7 @@ def attention_kernel(
             p_k = k_ptr + b_page[:, None] * k_stride_page + o_s[:, None] * k_stride_s + i_kv * k_stride_h + o_d[None, :]
             p_v = v_ptr + b_page[:, None] * v_stride_page + o_s[:, None] * v_stride_s + i_kv * v_stride_h + o_d[None, :]
         b_k = tl.load(p_k, mask=m_n[:, None] & m_d[None, :], other=0.0).to(b_q.dtype)
-        scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
+        scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2_E)
         seen = m_n[None, :] & m_m[:, None]
         if CAUSAL:
             seen = seen & (o_key[None, :] <= index[:, None])
@@ -129,7 +128,7 @@ def attention_kernel(
         fade = tl.exp2(highest - safe)
         total = total * fade + tl.sum(b_p, 1)
         b_v = tl.load(p_v, mask=m_n[:, None] & m_d[None, :], other=0.0).to(b_q.dtype)
-        acc = tl.dot(b_p.to(b_q.dtype), b_v, acc * fade[:, None], input_precision=PRECISION)
+        acc = tl.dot(b_p.to(b_q.dtype), b_v, acc * fade[:, None], input_precision="ieee")
         highest = higher
 
     if SPLITS == 1:

@@ -1,0 +1,59 @@
+"""Right models raise no alarm: every family, both precisions, and checkpoints in the forms in which they are published."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import quantise_checkpoint
+from reference import TINY_CONFIGS, save_checkpoint
+
+from firstlight.verify import verify
+from firstlight.verify.findings import WHOLE
+from firstlight.verify.opening import open_subject
+from firstlight.verify.workload import IMAGE, make_phases
+
+NAMES = sorted(path.stem for path in TINY_CONFIGS.glob("*.json"))
+RESULTS = Path(__file__).parents[2] / "docs" / "verify-results.md"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_agrees_in_float32(name: str) -> None:
+    subject = open_subject(str(TINY_CONFIGS / f"{name}.json"), random=True, device="cpu", dtype="float32")
+    findings = verify(subject)
+    assert findings.faults() == []
+    assert 0 < findings.worst < 1e-4
+    whole = {finding.phase for finding in findings.all if finding.kind == WHOLE}
+    assert whole == {phase.name for phase in make_phases(subject.model.position_rows) if phase.whole_model}
+    tower = [finding for finding in findings.all if finding.path == "visual"]
+    assert [finding.phase for finding in tower] == ([IMAGE] if "vision_config" in subject.config else [])
+    # The published table has this family, with the same verdict.
+    assert re.search(rf"^\| `{name}` \|.*\| ok \|$", RESULTS.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_moe_text"])
+def test_low_precision_stays_within_its_tolerance(name: str) -> None:
+    subject = open_subject(str(TINY_CONFIGS / f"{name}.json"), random=True, device="cpu", dtype="bfloat16")
+    findings = verify(subject)
+    assert findings.faults() == []
+    assert findings.worst > 1e-3, "bfloat16 can't be this good: was it float32?"
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "qwen3_5_moe"])
+def test_a_published_checkpoint_agrees(name: str, tmp_path: Path) -> None:
+    findings = verify(open_subject(str(save_checkpoint(name, tmp_path)), device="cpu"))
+    assert findings.faults() == []
+
+
+def test_fp8_blocks_are_compared_by_the_values_they_stand_for(tmp_path: Path) -> None:
+    quantise_checkpoint(tmp_path, "qwen3_5_moe_text", (32, 32), torch.bfloat16)
+    subject = open_subject(str(tmp_path), device="cpu")
+    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in subject.tensors.values())
+    assert verify(subject).faults() == []
