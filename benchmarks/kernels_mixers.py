@@ -18,7 +18,7 @@ from mixers import errors, gated_delta_inputs
 
 from firstlight.ops.attention import attention, triton_paged
 from firstlight.ops.attention_prologue import attention_prologue, triton_fused
-from firstlight.ops.gated_delta import triton_decode
+from firstlight.ops.gated_delta import triton_chunked, triton_decode
 
 REAL = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
 DEVICE = "cuda"
@@ -51,7 +51,7 @@ def copy_bandwidth() -> float:
     """Bytes a second of a large device copy, reads and writes counted."""
     source = torch.randn(2**28, device=DEVICE)
     target = torch.empty_like(source)
-    seconds = graph_time(lambda _: target.copy_(source), 4)
+    seconds = graph_time(lambda _: torch.neg(source, out=target), 4)
     return 2 * source.nbytes / seconds
 
 
@@ -59,25 +59,57 @@ def report(name: str, seconds: float, floor: float, published: str = "") -> None
     print(f"{name:44s} {seconds * 1e6:9.2f} us  floor {floor * 1e6:8.2f}  {floor / seconds:5.0%}  {published}", flush=True)
 
 
-def decode(bandwidth: float, warps: tuple[int, ...]) -> None:
+def decode(bandwidth: float, variants: bool) -> None:
+    tiles = triton_decode.Tiles
     args, kwargs = gated_delta_inputs([1] * 5 + [0], [1, 2, 0, 2, 5, 4], [1, 3, 6, 0, 5, 7], dtype=torch.bfloat16, device=DEVICE, exports=((0, 1, 8), (1, 0, 9), (2, 0, 0)), **REAL)
-    for count in warps:
-        print("decode errors", count, errors(lambda *a, **k: triton_decode.run(*a, **k, warps=count), args, kwargs))
+    for cut in (tiles(128, 16, 1), tiles(16, 4, 3)):
+        print("decode errors", cut, errors(lambda *a, cut=cut, **k: triton_decode.run(*a, **k, tiles=cut), args, kwargs), flush=True)
     published = {1: "4.7", 8: "9.4", 64: "71.5", 128: "137", 256: "267"}
-    for batch in (1, 2, 8, 32, 64, 128, 256):
+    for batch in (1, 8, 64, 256):
         ids = list(range(1, batch + 1))
         args, kwargs = gated_delta_inputs([1] * batch, ids, ids, dtype=torch.bfloat16, device=DEVICE, padding=0, **REAL)
         state = args[9][1:].nbytes
         layers = min(128, max(8, COLD_BYTES // state))
         windows = args[8].unsqueeze(1).repeat(1, layers, 1, 1)
         states = args[9].unsqueeze(1).repeat(1, layers, 1, 1, 1)
-        for count in warps:
+        cuts = [triton_decode.choose_tiles(batch * 32, 128, 128)]
+        if variants:
+            cuts += [tiles(128, 16, 1), tiles(128, 8, 1), tiles(8, 2, 4), tiles(16, 4, 2), tiles(16, 4, 4), tiles(32, 4, 3), tiles(32, 8, 3), tiles(64, 8, 2), tiles(8, 4, 4)]
+        for cut in cuts:
             def call(i: int) -> Any:
-                return triton_decode.run(*args[:8], windows[:, i], states[:, i], *args[10:], **kwargs, warps=count)
+                return triton_decode.run(*args[:8], windows[:, i], states[:, i], *args[10:], **kwargs, tiles=cut)
 
             seconds = graph_time(call, layers)
-            report(f"gated_delta decode B={batch} warps={count} {2 * state / seconds / 1e12:.2f} TB/s", seconds, 2 * state / bandwidth, f"rule alone {published.get(batch, '')}")
+            report(f"gated_delta decode B={batch} {cut.rows}/{cut.warps}/{cut.stages} {2 * state / seconds / 1e12:.2f} TB/s", seconds, 2 * state / bandwidth, f"rule alone {published.get(batch, '')}")
         del windows, states
+
+
+def kernel_times(call: Callable[[], Any]) -> None:
+    """Where the time of a call of several kernels goes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+    for event in profile.key_averages():
+        print(f"    {event.key[:40]:40s} {event.device_time:9.1f} us", flush=True)
+
+
+def prefill(bandwidth: float, variants: bool) -> None:
+    args, kwargs = gated_delta_inputs([200, 64, 1, 0], [1, 0, 2, 4], [1, 3, 5, 6], exports=((0, 64, 7), (0, 130, 8), (1, 64, 9)), dtype=torch.bfloat16, device=DEVICE, **REAL)
+    cuts = ((32, 2), (32, 3), (64, 2), (16, 3), (64, 1)) if variants else ((triton_chunked.SLICE, 2),)
+    for v, stages in cuts[:3]:
+        print("prefill errors", v, stages, errors(lambda *a, v=v, stages=stages, **k: triton_chunked.run(*a, **k, slice_values=v, stages=stages), args, kwargs, exact=False), flush=True)
+    for counts, published in (([8192], ".28 rule alone"), ([1024] * 8, ".12 rule alone")):
+        ids = list(range(1, len(counts) + 1))
+        args, kwargs = gated_delta_inputs(counts, [0] * len(ids), ids, dtype=torch.bfloat16, device=DEVICE, padding=0, **REAL)
+        tokens = sum(counts)
+        floor = tokens * (8192 + 4096 + 4096) * 2 / bandwidth
+        for v, stages in cuts:
+            def call(i: int = 0) -> Any:
+                return triton_chunked.run(*args, **kwargs, slice_values=v, stages=stages)
+
+            report(f"gated_delta prefill {len(counts)}x{counts[0]} slice={v} stages={stages}", graph_time(call, 4), floor, published)
+        kernel_times(call)
 
 
 def paged(batch: int, context: int, layers: int, page: int = 64, queries: int = 1, heads: int = 16, kv_heads: int = 2, dim: int = 256) -> tuple[list[Any], torch.Tensor]:
@@ -137,7 +169,9 @@ def main(parts: list[str]) -> None:
     print(torch.cuda.get_device_name(), f"copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     variants = "variants" in parts
     if "decode" in parts:
-        decode(bandwidth, (4, 8, 16) if variants else (8,))
+        decode(bandwidth, variants)
+    if "prefill" in parts:
+        prefill(bandwidth, variants)
     if "attention" in parts:
         attend(bandwidth, variants)
     if "prologue" in parts:

@@ -79,6 +79,9 @@ class CausalModel(Module):
         """Rows of `StepBatch.positions`: 3 with MRoPE, else 1."""
         return 3 if self.config.rope.sections else 1
 
+    def encode_shapes(self, bucket: int) -> None:
+        """Run what isn't part of a step (a vision tower) on meta tensors, so that its ops are bound too."""
+
     def embed(self, step: StepBatch) -> Carry:
         """The carry before the first block."""
         return Carry(residual=self.embed_tokens(step), angles=self.rotary(step))

@@ -84,6 +84,8 @@ def record(model: CausalModel, buckets: Sequence[Bucket], hardware: Hardware, pa
         if bucket.query > 1:
             decode = Bucket(bucket.index, bucket.requests, bucket.requests, 1, bucket.context, bucket.logits)
             walk(model, meta_step(model, decode, decode_requests=bucket.requests, page_size=page_size), observer)
+        with torch.no_grad(), observed(model, observer):
+            model.encode_shapes(bucket.index)
     return records
 
 

@@ -3,12 +3,13 @@
 With G the sum of log decays since the chunk's start and S the state before it, a chunk's updates are u = X (v - exp(G) S k),
 where X = (I + A)^-1 beta, A_ij = beta_i exp(G_i - G_j) (k_i . k_j) below the diagonal; its outputs are
 exp(G) S q + P u, P_ij = exp(G_i - G_j) (q_i . k_j) up to the diagonal; and the state after it is
-exp(G_64) S + sum_j exp(G_64 - G_j) u_j k_j^T. So there are four kernels:
+exp(G_64) S + sum_j exp(G_64 - G_j) u_j k_j^T. So there are five kernels:
 
-1. per chunk and key head: convolution, gates, norms of q and k, X and P of the value heads (`chunks_kernel`);
-2. per request, value head and slice of values, chunk after chunk: outputs and states (`states_kernel`);
-3. the windows after the step (`windows_kernel`), which the first kernel reads as they were before it;
-4. the gated norm, over all of a head's values (`norm_kernel`).
+1. per chunk and head: convolution, norms of q and k (`convolutions_kernel`);
+2. per chunk and value head: gates, X and P (`matrices_kernel`);
+3. per request, value head and slice of values, chunk after chunk: outputs and states (`states_kernel`);
+4. the windows after the step (`windows_kernel`), which the first kernel reads as they were before it;
+5. the gated norm, over all of a head's values (`norm_kernel`).
 
 A slot that one request writes may not be read by another in the same step; programs run in no order.
 """
@@ -23,6 +24,8 @@ from firstlight.ops.op import Call
 from firstlight.ops.triton_support import unavailable
 
 CHUNK = 64
+CONVOLVED = 32
+"""Tokens that one program of `convolutions_kernel` takes."""
 SLICE = 32
 """Values that one program of `states_kernel` carries, at most."""
 
@@ -95,29 +98,38 @@ def run(
     sizes = {"HK": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim, "CHUNK": CHUNK}
     block_requests = 1 << (requests - 1).bit_length()
     width = conv_weight.shape[1]
-    kernels.chunks_kernel[(key_heads, chunks)](
+    kernels.convolutions_kernel[(2 * key_heads + value_heads, chunks * (CHUNK // CONVOLVED))](
         mixed,
-        a,
-        b,
         conv_weight,
-        A_log,
-        dt_bias,
         conv_pool,
         query_start,
         state_in,
         columns,
-        inverse,
-        scores,
-        total,
         requests,
         mixed.stride(0),
-        a.stride(0),
-        b.stride(0),
         conv_weight.stride(0),
         conv_weight.stride(1),
         *conv_pool.stride(),
         **sizes,
         W=width,
+        ROWS=CONVOLVED,
+        BLOCK_R=block_requests,
+        num_warps=4,
+    )
+    kernels.matrices_kernel[(value_heads, chunks)](
+        columns,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        query_start,
+        inverse,
+        scores,
+        total,
+        requests,
+        a.stride(0),
+        b.stride(0),
+        **sizes,
         BLOCK_R=block_requests,
         PRECISION="ieee" if exact or torch.version.hip else "tf32",
         num_warps=4,

@@ -43,57 +43,66 @@ def unit_lower_inverse(A, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def convolve_chunk(
-    mixed_ptr,
+def convolve_rows(
+    x_ptr,
     weight_ptr,
     window_ptr,
     o_c,
-    o_p,
+    begin,
     count,
     has_window,
-    mixed_stride_t,
+    x_stride_t,
     weight_stride_c,
     weight_stride_w,
     conv_stride_c,
     conv_stride_w,
     W: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """silu of the convolution at a request's tokens o_p, channels o_c; zeros past its end. mixed_ptr: its first token."""
-    total = tl.zeros([o_p.shape[0], o_c.shape[0]], tl.float32)
+    """silu of the convolution at ROWS of a request's tokens from `begin`, channels o_c; zeros past its end.
+
+    x_ptr: the token at `begin`.
+    """
+    o_i = tl.arange(0, ROWS)
+    real = begin + o_i < count
+    total = tl.zeros([ROWS, o_c.shape[0]], tl.float32)
     for j in tl.static_range(W):
-        o_x = o_p + (j - W + 1)
-        inside = (o_x >= 0) & (o_p < count)
-        x = tl.load(mixed_ptr + o_x[:, None] * mixed_stride_t + o_c[None, :], mask=inside[:, None], other=0.0)
+        inside = real & (begin + o_i + (j - W + 1) >= 0)
+        x = tl.load(x_ptr + (o_i + (j - W + 1))[:, None] * x_stride_t + o_c[None, :], mask=inside[:, None], other=0.0)
         total += x.to(tl.float32) * tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w).to(tl.float32)[None, :]
-    if tl.min(o_p) == 0:
+    if begin < W - 1:
         for j in tl.static_range(W - 1):
-            o_x = o_p + (j - W + 1)
-            before = (o_x < 0) & (o_p < count) & has_window
-            o_w = (W - 1 + o_x) * conv_stride_w
-            x = tl.load(window_ptr + o_w[:, None] + o_c[None, :] * conv_stride_c, mask=before[:, None], other=0.0)
+            o_w = begin + o_i + j  # column of the window, as long as it is one
+            before = real & (o_w < W - 1) & has_window
+            x = tl.load(
+                window_ptr + o_w[:, None] * conv_stride_w + o_c[None, :] * conv_stride_c, mask=before[:, None], other=0.0
+            )
             total += x.to(tl.float32) * tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w).to(tl.float32)[None, :]
-    return silu(total).to(mixed_ptr.dtype.element_ty)
+    return silu(total).to(x_ptr.dtype.element_ty)
 
 
 @triton.jit
-def chunks_kernel(
+def find_chunk(query_start_ptr, requests, i_n, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr):
+    """(request, chunk of it, its first token, its tokens) of the step's i_n-th chunk; the request is R past the last."""
+    o_r, ends = chunks_before(query_start_ptr, requests, BLOCK_R, CHUNK)
+    i_r = tl.sum(((ends <= i_n) & (o_r < requests)).to(tl.int32), 0)
+    i_c = i_n - tl.max(tl.where(o_r < i_r, ends, 0), 0)
+    known = i_r < requests
+    first = tl.load(query_start_ptr + i_r, mask=known, other=0).to(tl.int64)
+    end = tl.load(query_start_ptr + i_r + 1, mask=known, other=0).to(tl.int64)
+    return i_r, i_c, first, (end - first).to(tl.int32)
+
+
+@triton.jit
+def convolutions_kernel(
     mixed_ptr,
-    a_ptr,
-    b_ptr,
     conv_weight_ptr,
-    A_log_ptr,
-    dt_bias_ptr,
     conv_pool_ptr,
     query_start_ptr,
     state_in_ptr,
     columns_ptr,
-    inverse_ptr,
-    scores_ptr,
-    total_ptr,
     requests,
     mixed_stride_t,
-    a_stride_t,
-    b_stride_t,
     weight_stride_c,
     weight_stride_w,
     conv_stride_slot,
@@ -105,63 +114,88 @@ def chunks_kernel(
     V: tl.constexpr,
     CHUNK: tl.constexpr,
     W: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """q, k (normalised, q scaled) or v of one head in ROWS tokens of a chunk."""
+    i_h = tl.program_id(0)
+    PARTS: tl.constexpr = CHUNK // ROWS
+    C: tl.constexpr = 2 * HK * K + HV * V
+    i_r, i_c, first, count = find_chunk(query_start_ptr, requests, tl.program_id(1) // PARTS, BLOCK_R, CHUNK)
+    begin = i_c * CHUNK + tl.program_id(1) % PARTS * ROWS
+    if (i_r >= requests) | (begin >= count):
+        return
+    slot = tl.load(state_in_ptr + i_r).to(tl.int64)
+    window_ptr = conv_pool_ptr + slot * conv_stride_slot
+    x_ptr = mixed_ptr + (first + begin) * mixed_stride_t
+    y_ptr = columns_ptr + (first + begin) * C
+    o_i = tl.arange(0, ROWS)[:, None]
+    if i_h < 2 * HK:
+        o_c = i_h * K + tl.arange(0, K)
+        y = convolve_rows(x_ptr, conv_weight_ptr, window_ptr, o_c, begin, count, slot > 0, mixed_stride_t, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, ROWS)
+        wide = y.to(tl.float32)
+        scale = tl.where(i_h < HK, K**-0.5, 1.0)
+        y = (wide * (tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale)[:, None]).to(y.dtype)
+        tl.store(y_ptr + o_i * C + o_c[None, :], y, mask=begin + o_i < count)
+    else:
+        o_c = 2 * HK * K + (i_h - 2 * HK) * V + tl.arange(0, V)
+        y = convolve_rows(x_ptr, conv_weight_ptr, window_ptr, o_c, begin, count, slot > 0, mixed_stride_t, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, ROWS)
+        tl.store(y_ptr + o_i * C + o_c[None, :], y, mask=begin + o_i < count)
+
+
+@triton.jit
+def matrices_kernel(
+    columns_ptr,
+    a_ptr,
+    b_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    query_start_ptr,
+    inverse_ptr,
+    scores_ptr,
+    total_ptr,
+    requests,
+    a_stride_t,
+    b_stride_t,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    i_hk = tl.program_id(0)
+    """X, P and G of one value head in one chunk."""
+    i_hv = tl.program_id(0)
     i_n = tl.program_id(1)
     C: tl.constexpr = 2 * HK * K + HV * V
-    GROUP: tl.constexpr = HV // HK
-    o_r, ends = chunks_before(query_start_ptr, requests, BLOCK_R, CHUNK)
-    i_r = tl.sum(((ends <= i_n) & (o_r < requests)).to(tl.int32), 0)
+    i_hk = i_hv // (HV // HK)
+    i_r, i_c, first, count = find_chunk(query_start_ptr, requests, i_n, BLOCK_R, CHUNK)
     if i_r >= requests:
         return
-    i_c = i_n - tl.max(tl.where(o_r < i_r, ends, 0), 0)
-    first = tl.load(query_start_ptr + i_r).to(tl.int64)
-    count = (tl.load(query_start_ptr + i_r + 1).to(tl.int64) - first).to(tl.int32)
-    slot = tl.load(state_in_ptr + i_r).to(tl.int64)
-    has_window = slot > 0
-    window_ptr = conv_pool_ptr + slot * conv_stride_slot
-    x_ptr = mixed_ptr + first * mixed_stride_t
-    y_ptr = columns_ptr + first * C
-
-    o_i = tl.arange(0, CHUNK).to(tl.int64)
-    o_p = i_c * CHUNK + o_i
+    o_i = tl.arange(0, CHUNK)
+    o_p = i_c * CHUNK + o_i.to(tl.int64)
     real = o_p < count
-    o_k = tl.arange(0, K)
-    o_v = tl.arange(0, V)
-    dtype = mixed_ptr.dtype.element_ty
-    c_q = i_hk * K + o_k
-    q = convolve_chunk(x_ptr, conv_weight_ptr, window_ptr, c_q, o_p, count, has_window, mixed_stride_t, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W).to(tl.float32)
-    q = (q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * K**-0.5)[:, None]).to(dtype)
-    tl.store(y_ptr + o_p[:, None] * C + c_q[None, :], q, mask=real[:, None])
-    c_k = HK * K + c_q
-    k = convolve_chunk(x_ptr, conv_weight_ptr, window_ptr, c_k, o_p, count, has_window, mixed_stride_t, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W).to(tl.float32)
-    k = (k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]).to(dtype)
-    tl.store(y_ptr + o_p[:, None] * C + c_k[None, :], k, mask=real[:, None])
-    key_key = tl.dot(k, tl.trans(k), input_precision="ieee")
-    query_key = tl.dot(q, tl.trans(k), input_precision="ieee")
+    a = tl.load(a_ptr + (first + o_p) * a_stride_t + i_hv, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + (first + o_p) * b_stride_t + i_hv, mask=real, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32))
+    bias = tl.load(dt_bias_ptr + i_hv).to(tl.float32)
+    beta = tl.where(real, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+    G = tl.cumsum(tl.where(real, -rate * softplus(a + bias), 0.0), 0)
+    o_x = (i_n.to(tl.int64) * HV + i_hv) * (CHUNK * CHUNK) + o_i[:, None] * CHUNK + o_i[None, :]
+    tl.store(total_ptr + (i_n.to(tl.int64) * HV + i_hv) * CHUNK + o_i, G)
 
-    for i_g in range(GROUP):
-        i_hv = i_hk * GROUP + i_g
-        a = tl.load(a_ptr + (first + o_p) * a_stride_t + i_hv, mask=real, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + (first + o_p) * b_stride_t + i_hv, mask=real, other=0.0).to(tl.float32)
-        rate = tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32))
-        bias = tl.load(dt_bias_ptr + i_hv).to(tl.float32)
-        g = tl.where(real, -rate * softplus(a + bias), 0.0)
-        beta = tl.where(real, 1.0 / (1.0 + tl.exp(-b)), 0.0)
-        G = tl.cumsum(g, 0)
-        # Masked before exp: differences in the other direction are positive and may overflow.
-        between = tl.exp(tl.where(o_i[:, None] >= o_i[None, :], G[:, None] - G[None, :], float("-inf")))
-        A = tl.where(o_i[:, None] > o_i[None, :], beta[:, None] * between * key_key, 0.0)
-        X = unit_lower_inverse(A, CHUNK, PRECISION) * beta[None, :]
-        o_x = (i_n * HV + i_hv).to(tl.int64) * (CHUNK * CHUNK) + o_i[:, None] * CHUNK + o_i[None, :]
-        tl.store(inverse_ptr + o_x, X.to(dtype))
-        tl.store(scores_ptr + o_x, (between * query_key).to(dtype))
-        tl.store(total_ptr + (i_n * HV + i_hv).to(tl.int64) * CHUNK + o_i, G)
-        c_v = 2 * HK * K + i_hv * V + o_v
-        v = convolve_chunk(x_ptr, conv_weight_ptr, window_ptr, c_v, o_p, count, has_window, mixed_stride_t, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W)
-        tl.store(y_ptr + o_p[:, None] * C + c_v[None, :], v, mask=real[:, None])
+    c_q = i_hk * K + tl.arange(0, K)
+    y_ptr = columns_ptr + (first + o_p)[:, None] * C
+    q = tl.load(y_ptr + c_q[None, :], mask=real[:, None], other=0.0)
+    k = tl.load(y_ptr + HK * K + c_q[None, :], mask=real[:, None], other=0.0)
+    # Masked before exp: differences in the other direction are positive and may overflow.
+    between = tl.exp(tl.where(o_i[:, None] >= o_i[None, :], G[:, None] - G[None, :], float("-inf")))
+    P = between * tl.dot(q, tl.trans(k), input_precision="ieee")
+    tl.store(scores_ptr + o_x, P.to(scores_ptr.dtype.element_ty))
+    A = beta[:, None] * between * tl.dot(k, tl.trans(k), input_precision="ieee")
+    X = unit_lower_inverse(tl.where(o_i[:, None] > o_i[None, :], A, 0.0), CHUNK, PRECISION) * beta[None, :]
+    tl.store(inverse_ptr + o_x, X.to(inverse_ptr.dtype.element_ty))
 
 
 @triton.jit
