@@ -145,6 +145,27 @@ def attend(bandwidth: float, variants: bool) -> None:
         del pool
 
 
+def attend_prefill(variants: bool) -> None:
+    """Beside torch's attention over the same keys, which needs them repeated for each head."""
+    tiles = triton_paged.Tiles
+    (q, *indices), pool = paged(1, 8192, 1, queries=8192)
+    settings = {"scale": 256**-0.5, "max_query": 8192, "max_context": 8192}
+    k, v = (pool[indices[0].flatten().long(), 0, i].flatten(0, 1).repeat_interleave(8, 1).transpose(0, 1) for i in (0, 1))
+    theirs = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True)
+    expected = theirs[0].transpose(0, 1).double()
+    operations = 2 * 8192**2 * 16 * 256
+    seconds = graph_time(lambda _: torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True), 2)
+    print(f"attention prefill 1x8192, torch {seconds * 1e6:.0f} us, {operations / seconds / 1e12:.0f} TFLOP/s")
+    cuts = [triton_paged.choose_tiles(q, pool[:, 0, 0], 1, 8192, 8192, 132)]
+    if variants:
+        cuts += [tiles(16, 128, 32, 1, 8, 3), tiles(8, 64, 64, 1, 4, 2), tiles(16, 128, 64, 1, 4, 2), tiles(16, 128, 128, 1, 8, 1)]
+    for cut in cuts:
+        call = lambda _=0, cut=cut: triton_paged.run(q, pool[:, 0, 0], pool[:, 0, 1], *indices, **settings, tiles=cut)  # noqa: E731
+        error = float((call().double() - expected).norm() / expected.norm())
+        seconds = graph_time(call, 2)
+        print(f"attention prefill 1x8192 {cut} e={error:.0e} {seconds * 1e6:.0f} us, {operations / seconds / 1e12:.0f} TFLOP/s", flush=True)
+
+
 def prologue(bandwidth: float) -> None:
     sizes = {"heads": 16, "kv_heads": 2, "head_dim": 256, "gated": True, "zero_centred": True}
     for tokens in (1, 128, 8192):
@@ -174,6 +195,8 @@ def main(parts: list[str]) -> None:
         prefill(bandwidth, variants)
     if "attention" in parts:
         attend(bandwidth, variants)
+    if "attention_prefill" in parts:
+        attend_prefill(variants)
     if "prologue" in parts:
         prologue(bandwidth)
 

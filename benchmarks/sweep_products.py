@@ -55,26 +55,16 @@ def copy():
     go("copy",[lambda:torch.mul(a,1,out=b)],None,a.nbytes*2)
 @section
 def skinny():
-    for n,k in ((12288,2048),(2048,4096),(9216,2048),(1024,2048)):
-        ws=[pack(n,k) for _ in range(8)]; x=torch.randn(1,k,device=dev,dtype=bf)
-        ref=x.float()@unpack(ws[0],torch.float32).t()
-        for bn,bk_,nw in (((4,2048,4),(8,2048,4),(16,2048,4),(16,2048,8),(8,2048,2),(8,1024,2)) if k==2048 else ((4,2048,4),(4,4096,8),(8,4096,8),(2,4096,8),(8,2048,4))):
-            go(f"skinny1 {n}x{k} bn{bn} bk{bk_} w{nw}",[lambda w=w:sk.product(x,w,None,bf,block_n=bn,block_k=bk_,num_warps=nw) for w in ws],ref,n*k)
-    ws=[torch.randn(256,2048,device=dev,dtype=bf) for _ in range(8)]; x=torch.randn(1,2048,device=dev,dtype=bf)
-    for bn,bk_,nw in ((1,2048,4),(2,2048,4),(2,1024,4)):
-        go(f"skinny1 bf16 256x2048 bn{bn} bk{bk_} w{nw}",[lambda w=w:sk.product(x,w,None,bf,block_n=bn,block_k=bk_,num_warps=nw) for w in ws],x.float()@ws[0].float().t(),256*4096)
-    w=torch.randn(248320,2048,device=dev,dtype=bf)
-    for bn,bk_,nw in ((4,1024,4),(8,1024,4),(8,2048,8),(4,2048,8)):
-        go(f"skinny1 bf16 head bn{bn} bk{bk_} w{nw}",[lambda:sk.product(x,w,None,bf,block_n=bn,block_k=bk_,num_warps=nw)]*2,x.float()@w.float().t(),w.nbytes)
-@section
-def few():
-    for n,k in ((12288,2048),(2048,4096)):
+    for n,k in ((12288,2048),(2048,4096),(1024,2048)):
         ws=[pack(n,k) for _ in range(8)]
-        for T in (4,16):
+        for T in (1,2,4,16,32):
             x=torch.randn(T,k,device=dev,dtype=bf); ref=x.float()@unpack(ws[0],torch.float32).t()
-            go(f"quantise T{T}",[lambda:quantised(x,torch.float8_e4m3fn)]*8)
-            for t in (dict(),dict(block_n=16),dict(block_n=64),dict(stages=6),dict(stages=3),dict(warps=2,stages=6),dict(block_n=16,warps=2,stages=6),dict(block_n=16,warps=1,stages=6)):
-                if T==4 or not t: go(f"blockfp8 {n}x{k} T{T} {t}",[lambda w=w:bk.product(x,w,None,bf,**t) for w in ws],ref,n*k)
+            if T<=4:
+                for t in (dict(),)+((dict(block_n=4,block_k=2048,num_warps=4),dict(block_n=4,block_k=1024,num_warps=2)) if T>1 else ()):
+                    go(f"skinny T{T} {n}x{k} {t}",[lambda w=w:sk.product(x,w,None,bf,**t) for w in ws],ref,n*k)
+            if T>1:
+                for t in (dict(),dict(block_n=128),dict(stages=8),dict(stages=4)) if T in (4,16) else (dict(),):
+                    if T!=16 or t in (dict(),dict(block_n=128)): go(f"thin T{T} {n}x{k} {t}",[lambda w=w:bk.product(x,w,None,bf,**t) for w in ws],ref,n*k)
 def expert_inputs(T,n=8):
     x=torch.randn(T,2048,device=dev,dtype=bf)
     r=[(torch.rand(T,8,device=dev).softmax(-1).to(bf),torch.rand(T,256,device=dev).topk(8).indices.int()) for _ in range(n)]
@@ -86,25 +76,23 @@ def touched(r): return sum(len(c.unique()) for _,c in r)/len(r)*3*2**20
 @section
 def xfew():
     gu,dn=pack(1024,2048,256),pack(2048,512,256)
-    for T in (1,4,8,16):
+    for T in (1,2,4,8):
         x,r=expert_inputs(T); ref=expert_ref(x,*r[0],gu,dn); by=touched(r)
-        for t in (dict(),dict(block_i=2),dict(block_i=8),dict(block_k=1024,num_warps=2),dict(block_h=2),dict(block_h=8),dict(block_h=8,down_warps=8),dict(block_h=4,down_warps=8)):
+        for t in (dict(),dict(block_h=4),dict(block_i=8)):
             go(f"experts few T{T} {t}",[lambda w=w,c=c:fk.experts(x,w,c,gu,dn,0,**t) for w,c in r],ref,by)
 @section
 def xsmall():
     gu,dn=pack(1024,2048,256),pack(2048,512,256)
-    for T in (8,16,32,128,512):
+    for T in (4,8,16,32,128,512,1024):
         x,r=expert_inputs(T,4); ref=expert_ref(x,*r[0],gu,dn); by=touched(r)
-        base=dict(block_m=16,block_i=128,warps=4,stages=3,block_n=128,down_warps=4,down_stages=3)
-        for t in (dict(),dict(stages=2),dict(stages=4),dict(warps=8),dict(block_n=64),dict(down_stages=2),dict(down_stages=4),dict(down_warps=8),dict(block_m=32),dict(block_i=64,stages=4)):
-            if T in (128,) or not t or (T==512 and 'block_m' in t): go(f"grouped T{T} {t}",[lambda w=w,c=c:gk.experts(x,w,c,gu,dn,0,**(base|t)) for w,c in r],ref,by)
+        for t in (dict(),)+((dict(stages=2),dict(stages=4),dict(down_stages=4),dict(down_stages=2),dict(block_n=64)) if T in (16,128) else (dict(block_m=32,block_i=128,stages=3,down_stages=3),) if T>=512 else ()):
+            go(f"grouped T{T} {t}",[lambda w=w,c=c:gk.experts(x,w,c,gu,dn,0,**t) for w,c in r],ref,by)
         go(f"sort T{T}",[lambda:gk.sorted_pairs(r[0][1],0,256,16,T*8)[0]]*8)
 @section
 def xlarge():
     gu,dn=pack(1024,2048,256),pack(2048,512,256); T=8192
     x,r=expert_inputs(T,1); ref=expert_ref(x,*r[0],gu,dn); (w,c),=r; fl=T*8*6*2048*512
-    m64=dict(block_m=64,block_i=64,warps=4,stages=3,block_n=128,down_warps=4,down_stages=3)
-    vs=[m64]+[m64|v for v in (dict(stages=4),dict(stages=2),dict(down_stages=2),dict(down_stages=4),dict(block_n=64),dict(block_i=128,warps=8),dict(block_i=32))]+[dict(block_m=128,block_i=64,warps=8,stages=3,down_warps=8,down_stages=3,block_n=128),dict(block_m=128,block_i=64,warps=8,stages=2,down_warps=8,down_stages=2,block_n=128),dict(block_m=128,block_i=32,warps=4,stages=3,down_warps=4,down_stages=3,block_n=64)]
+    vs=[dict(),dict(n_tiles=1),dict(n_tiles=16),dict(n_tiles=8,down_stages=3),dict(stages=3),dict(block_n=256,down_warps=8,n_tiles=2,down_stages=3),dict(block_i=128,warps=8,stages=3),dict(block_m=128,warps=8,down_warps=8)]
     for t in vs:
         go(f"grouped T{T} {t}",[lambda:gk.experts(x,w,c,gu,dn,0,**t)],ref,0,fl,8)
     go(f"sort T{T}",[lambda:gk.sorted_pairs(c,0,256,64,T*8//64+256)[0]]*8)
@@ -114,37 +102,12 @@ def xlarge():
             with profile(activities=[ProfilerActivity.CUDA]) as p:
                 for _ in range(3): gk.experts(x,w,c,gu,dn,0,**t)
                 torch.cuda.synchronize()
-            for e in sorted(p.key_averages(),key=lambda e:-e.device_time_total)[:9]: print("   ",{k:v for k,v in t.items() if m64.get(k)!=v}, e.key[:40], round(e.device_time_total/e.count,1)) if e.device_time_total>5 else 0
+            print(t,{e.key[:20]:round(e.device_time_total/e.count,1) for e in p.key_averages() if e.device_time_total>3})
 @section
 def large():
     n,k=12288,2048; ws=[pack(n,k) for _ in range(4)]
-    for T in (64,256,1024,8192):
+    for T in (64,128,256,512,8192):
         x=torch.randn(T,k,device=dev,dtype=bf); ref=None if WARM else x.float()@unpack(ws[0],torch.float32).t()
         go(f"torch block fp8 T{T}",[lambda w=w:torch_block_fp8.run(x,w) for w in ws],ref,n*k,2*T*n*k)
-        go(f"quantise T{T}",[lambda:quantised(x,torch.float8_e4m3fn)]*8)
-        vs={64:(dict(),dict(block_n=64)),256:(dict(),dict(stages=3)),1024:(dict(block_t=64,warps=4),dict(block_t=64,warps=4,stages=3)),8192:(dict(block_t=64,warps=4,stages=4),dict(block_t=64,warps=4,stages=3),dict(block_t=64,warps=4,stages=3,together=16))}[T]
-        for t in vs:
+        for t in (dict(),dict(stages=3))+((dict(block_t=32,block_n=128),) if T<=128 else ()):
             go(f"triton block fp8 T{T} {t}",[lambda w=w:bk.product(x,w,None,bf,**t) for w in ws],ref,n*k,2*T*n*k)
-@section
-def small():
-    for T in (1,128,8192):
-        l=torch.randn(T,256,device=dev,dtype=bf); live=torch.tensor([T],device=dev)
-        go(f"route T{T}",[lambda:rk.route(l,8,"softmax",True,None,1.0,live,bf)[0]]*24,None if WARM else firstlight.ops.REGISTRY["route"].reference(l,top_k=8,renormalise=True)[0])
-        x=torch.randn(T,2048,device=dev,dtype=bf); y=torch.randn_like(x); wt=torch.randn(2048,device=dev,dtype=bf)
-        go(f"add_rms_norm T{T}",[lambda:nk.add_rms_norm(x,y,wt,1e-6,True)[0]]*24,None if WARM else firstlight.ops.REGISTRY["add_rms_norm"].reference(x,y,wt,eps=1e-6,zero_centred=True)[0],T*2048*8)
-        h=torch.randn(T,1024,device=dev,dtype=bf)
-        go(f"silu_mul T{T}",[lambda:ak.silu_mul(h)]*24,None if WARM else firstlight.ops.REGISTRY["silu_mul"].reference(h),T*3072)
-        v=torch.randn(T,32,128,device=dev,dtype=bf); gt=torch.randn_like(v); w2=torch.randn(128,device=dev)
-        go(f"gated_rms_norm T{T}",[lambda:nk.gated_rms_norm(v,gt,w2,1e-6)]*24,None if WARM else firstlight.ops.REGISTRY["gated_rms_norm"].reference(v,gt,w2,eps=1e-6),T*4096*6)
-    from firstlight.ops.sample import triton_split_kernels as ts
-    from firstlight.ops.embedding import triton_rows_kernel as te
-    for N in (1,128):
-        l=torch.randn(N,248320,device=dev,dtype=bf); z=torch.full((N,),.7,device=dev); sd=torch.arange(N,device=dev); one=torch.ones(N,device=dev)
-        for gr in (True,False):
-            R=firstlight.ops.REGISTRY["sample"].reference(l,z,one,one,sd,sd,greedy=gr,filtered=False)
-            print("sample equal",N,gr,(R==ts.sample(l,z,sd,sd,gr)).float().mean().item())
-            go(f"sample N{N} greedy {gr}",[lambda:ts.sample(l,z,sd,sd,gr)]*8,None,l.nbytes)
-        go(f"torch argmax {N}",[lambda:l.argmax(-1)]*8,None,l.nbytes)
-    w=torch.randn(248320,2048,device=dev,dtype=bf); ids=torch.randint(0,248320,(8192,),device=dev)
-    print("emb",torch.equal(te.rows(w,ids,0,bf),w[ids]))
-    go("embedding 8192",[lambda:te.rows(w,ids,0,bf)]*8,None,8192*8192)

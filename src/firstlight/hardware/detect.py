@@ -10,7 +10,10 @@ from pathlib import Path
 from firstlight.hardware.description import Hardware
 from firstlight.hardware.gpus import H200
 
-CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
+CPU_FEATURES = (
+    "avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8",
+    "asimd", "bf16", "sve",
+)  # fmt: skip
 
 
 def detect(device: str) -> Hardware:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -23,6 +24,8 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 MODULE = "firstlight_cpu_native"
 SOURCES = Path(__file__).parent
@@ -36,7 +39,6 @@ FLAGS = (
     "-Wno-attributes",
     "-Wno-ignored-attributes",
 )
-NEEDED_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 COMPILE_TIMEOUT_S = 300
 
 
@@ -45,13 +47,9 @@ class NativeUnavailableError(RuntimeError):
 
 
 def missing_requirement() -> str | None:
-    """Why the kernels can't be used on this machine, or None. Cheap: compiles nothing."""
+    """What the kernels need of this machine and it lacks, instruction sets aside; or None. Compiles nothing."""
     if sys.platform != "linux":
         return f"the native CPU kernels are built for Linux only, and this is {sys.platform}"
-    flags = cpu_flags()
-    for needed in NEEDED_FLAGS:
-        if needed not in flags:
-            return f"this CPU has no {needed}"
     if compiler() is None:
         return "no C++ compiler found (g++ or c++); install one, e.g. Debian's package g++"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
@@ -60,6 +58,15 @@ def missing_requirement() -> str | None:
 
 
 @functools.cache
+def attempt() -> ModuleType | str:
+    """The compiled module, or why there is none. Tried once a process; a failure is logged, since steps get slower."""
+    try:
+        return load()
+    except NativeUnavailableError as error:
+        logger.warning("the native CPU kernels are not used: %s", error)
+        return str(error)
+
+
 def load() -> ModuleType:
     """The compiled module; built first if need be. Raises NativeUnavailableError with the reason."""
     if reason := missing_requirement():

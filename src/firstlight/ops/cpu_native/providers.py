@@ -22,22 +22,24 @@ BF16 = torch.bfloat16
 MOST_GROUPED_HEADS = 16
 """Query heads that share a KV head: what the attention kernel keeps on its stack."""
 
+NEEDED_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+
 kernels: ModuleType
 """The compiled module, once `unavailable` has found that there is one."""
 
 
 def unavailable(hardware: Hardware) -> str | None:
-    """Why the kernels can't be used on this hardware; compiles them if they can.
-
-    A compiler that is missing or fails is a fact of the machine, found out once, when the first model is bound.
-    """
+    """Why the kernels can't be used on this hardware; compiles them, once a process, if they can."""
     global kernels
     if hardware.kind != "cpu":
         return f"these are kernels for CPUs, and this is {hardware.name}"
-    try:
-        kernels = build.load()
-    except build.NativeUnavailableError as error:
-        return str(error)
+    for feature in NEEDED_FEATURES:
+        if not hardware.has(feature):
+            return f"{hardware.name} has no {feature}"
+    found = build.attempt()
+    if isinstance(found, str):
+        return found
+    kernels = found
     return None
 
 

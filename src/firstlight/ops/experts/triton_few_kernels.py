@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from firstlight.ops.linear.triton_skinny_kernels import ROW_BYTES, divisor, scaled_input
+from firstlight.ops.linear.triton_skinny_kernels import divisor, parts_of, scaled_input
 from firstlight.quant import Packed, Weight
 
 
@@ -119,14 +119,6 @@ def down_and_sum(
     tl.store(y_ptr + token * H + o_h, b_y.to(y_ptr.dtype.element_ty), mask=m_h)
 
 
-def parts_of(weight: Weight) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """(data, scale, block) of a weight; a plain one is its own scale, unread."""
-    if isinstance(weight, Packed):
-        assert weight.format.block is not None
-        return weight.parts["data"], weight.parts["scale"], weight.format.block
-    return weight, weight, (128, 128)
-
-
 def experts(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Weight, down: Weight, first_expert: int,
     shared: tuple[Weight, Weight] | None = None, share: Tensor | None = None, **tuning: int,
@@ -156,16 +148,16 @@ def experts(
     }  # fmt: skip
     # A tile of rows has one scale: it divides the block, and the halves gate | up start where a tile does.
     block_i = divisor(up_block[0] | size | (shared_size or size), tuning.get("block_i", 4))
-    block_k = min(triton.next_power_of_2(hidden_size), tuning.get("block_k", ROW_BYTES // up_data.element_size()))
+    block_k = min(triton.next_power_of_2(hidden_size), tuning.get("block_k", 1024))
     gate_and_up[(triton.cdiv(row, block_i), tokens * slots)](
         x, w_ptr=up_data, scale_ptr=up_scale, shared_ptr=shared_up, shared_scale_ptr=shared_up_scale,
         x_stride_t=x.stride(0), w_stride_e=up_data.stride(0), w_stride_n=up_data.stride(1),
         scale_stride_e=up_scale.stride(0), scale_stride_n=up_scale.stride(1),
         shared_stride_n=shared_up.stride(-2), shared_scale_stride_n=shared_up_scale.stride(-2),
         BLOCK_I=block_i, BLOCK_K=block_k, SCALE_ROWS=up_block[0], SCALE_COLUMNS=up_block[1],
-        num_warps=tuning.get("num_warps", 4), **common,
+        num_warps=tuning.get("num_warps", 2), **common,
     )  # fmt: skip
-    block_h = divisor(down_block[0], tuning.get("block_h", 4))
+    block_h = divisor(down_block[0], tuning.get("block_h", 8))
     down_and_sum[(triton.cdiv(hidden_size, block_h), tokens)](
         weights_ptr=weights, w_ptr=down_data, scale_ptr=down_scale, shared_ptr=shared_down,
         shared_scale_ptr=shared_down_scale, share_ptr=x if share is None else share, y_ptr=y,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,10 @@ def multiply(
     x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, T, N, K, x_scale_stride_t, w_stride_n, scale_stride_n,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TILES_TOGETHER: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """A program owns BLOCK_T x BLOCK_N of y, BLOCK_N dividing 128. TILES_TOGETHER runs of tokens share a column's weights in L2."""
+    """A program owns BLOCK_T x BLOCK_N of y, BLOCK_N dividing 128.
+
+    TILES_TOGETHER runs of tokens are taken together, so that they share a column's weights in L2.
+    """
     i_program = tl.program_id(0)
     tiles_t, tiles_n = tl.cdiv(T, BLOCK_T), tl.cdiv(N, BLOCK_N)
     band = i_program // (TILES_TOGETHER * tiles_n)
@@ -44,13 +49,44 @@ def multiply(
     tl.store(y_ptr + o_t[:, None] * N + o_n[None, :], b_acc.to(y_ptr.dtype.element_ty), mask=m_t[:, None] & m_n[None, :])
 
 
+@triton.jit
+def multiply_thin(
+    x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, T, N, K, x_scale_stride_t, w_stride_n, scale_stride_n,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """A program owns BLOCK_N columns of y for all of up to BLOCK_T tokens, BLOCK_N dividing 128.
+
+    The weights are the left operand: Hopper's FP8 instructions want 64 rows there, and 8 or more on the right.
+    """
+    i_n = tl.program_id(0).to(tl.int64)
+    o_n, o_t, o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), tl.arange(0, 128)
+    m_t, m_n = o_t < T, o_n < N
+    p_x = x_ptr + o_t[None, :] * K + o_k[:, None]
+    p_w = w_ptr + o_n[:, None] * w_stride_n + o_k[None, :]
+    p_x_scale = x_scale_ptr + o_t * x_scale_stride_t
+    p_scale = scale_ptr + i_n * BLOCK_N // 128 * scale_stride_n
+    b_acc = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
+    for i_k in range(0, K // 128):
+        b_w = tl.load(p_w, mask=m_n[:, None], other=0.0)
+        b_x = tl.load(p_x, mask=m_t[None, :], other=0.0)
+        b_scale = tl.load(p_x_scale + i_k, mask=m_t, other=0.0) * tl.load(p_scale + i_k).to(tl.float32)
+        b_acc += tl.dot(b_w, b_x) * b_scale[None, :]
+        p_x += 128
+        p_w += 128
+    if HAS_BIAS:
+        b_acc += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
+    p_y = y_ptr + o_t[None, :] * N + o_n[:, None]
+    tl.store(p_y, b_acc.to(y_ptr.dtype.element_ty), mask=m_t[None, :] & m_n[:, None])
+
+
 TILES: list[tuple[float, dict[str, int]]] = [
-    (16, {"block_t": 16, "block_n": 32, "warps": 4, "stages": 4}),
-    (64, {"block_t": 64, "block_n": 32, "warps": 4, "stages": 4}),
+    (16, {"block_t": 16, "block_n": 64, "warps": 4, "stages": 6}),
+    (32, {"block_t": 32, "block_n": 64, "warps": 4, "stages": 6}),
+    (64, {"block_t": 64, "block_n": 64, "warps": 4, "stages": 4}),
     (256, {"block_t": 64, "block_n": 128, "warps": 4, "stages": 4}),
-    (float("inf"), {"block_t": 128, "block_n": 128, "warps": 8, "stages": 4}),
+    (float("inf"), {"block_t": 64, "block_n": 128, "warps": 4, "stages": 4}),
 ]
-"""Tile shapes by tokens, up to the bound."""
+"""Tile shapes by tokens, up to the bound; with block_t under 64 the weights are the left operand."""
 
 
 def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, **tuning: int) -> Tensor:
@@ -59,14 +95,20 @@ def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
     rows = weight.shape[0]
     data, scale = weight.parts["data"], weight.parts["scale"]
     shape = next(shape for bound, shape in TILES if tokens <= bound) | tuning
-    source, source_scale = quantised(x, data.dtype)
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
-    grid = (triton.cdiv(tokens, shape["block_t"]) * triton.cdiv(rows, shape["block_n"]),)
-    if tokens:
-        multiply[grid](
-            source, source_scale, data, scale, x if bias is None else bias, y, tokens, rows, columns,
-            x_scale_stride_t=source_scale.stride(0), w_stride_n=data.stride(0), scale_stride_n=scale.stride(0),
-            BLOCK_T=shape["block_t"], BLOCK_N=shape["block_n"], TILES_TOGETHER=shape.get("together", 8),
-            HAS_BIAS=bias is not None, num_warps=shape["warps"], num_stages=shape["stages"],
-        )  # fmt: skip
+    if not tokens:
+        return y
+    source, source_scale = quantised(x, data.dtype)
+    arguments = (source, source_scale, data, scale, x if bias is None else bias, y, tokens, rows, columns)
+    common: dict[str, Any] = {
+        "x_scale_stride_t": source_scale.stride(0), "w_stride_n": data.stride(0), "scale_stride_n": scale.stride(0),
+        "BLOCK_T": shape["block_t"], "BLOCK_N": shape["block_n"], "HAS_BIAS": bias is not None,
+        "num_warps": shape["warps"], "num_stages": shape["stages"],
+    }  # fmt: skip
+    tiles_n = triton.cdiv(rows, shape["block_n"])
+    if shape["block_t"] < 64:
+        multiply_thin[(tiles_n,)](*arguments, **common)
+    else:
+        grid = (triton.cdiv(tokens, shape["block_t"]) * tiles_n,)
+        multiply[grid](*arguments, TILES_TOGETHER=shape.get("together", 16), **common)
     return y

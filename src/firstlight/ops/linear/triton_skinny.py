@@ -1,7 +1,7 @@
-"""Products of a few tokens: every weight is read once, and the matrix's rows are spread over all multiprocessors.
+"""Products of up to four tokens: every weight is read once, and the matrix's rows are spread over all multiprocessors.
 
-One token: a dot product for each row, in float32 on the ordinary units. Up to 16: matrix instructions over a tile of 16
-tokens. FP8 weights are widened as they arrive, which is exact; activations keep their precision, and a scale is applied in
+A dot product for each row and token, in float32 on the ordinary units: for so few tokens a matrix instruction is mostly
+empty. FP8 weights are widened as they arrive, which is exact; activations keep their precision and a scale is applied in
 float32, so no rounding is added to the reference's (which rounds element * scale to the result's dtype).
 """
 
@@ -14,8 +14,7 @@ from firstlight.ops.op import Call
 from firstlight.ops.triton_support import fp8_dtype, unavailable
 from firstlight.quant import PLAIN, Packed, Weight, format_of
 
-MOST_TOKENS = 16
-LEAST_TILE = 16
+MOST_TOKENS = 4
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -26,11 +25,13 @@ def weight_refusal(weight: Weight, architecture: str) -> str | None:
         return None if weight.dtype in SUPPORTED else f"the weight is {weight.dtype}"
     if form.layout != PLAIN or form.block is None or form.dtype != fp8_dtype(architecture):
         return f"reads {fp8_dtype(architecture)} with a scale a block, and the weight is {form}"
+    if any(size & (size - 1) for size in form.block):
+        return f"a tile has powers of two for sizes, and the blocks are {form.block}"
     return None
 
 
 def when(call: Call) -> str | None:
-    """Up to 16 tokens of floats."""
+    """Up to four tokens of floats."""
     if reason := unavailable(call.hardware):
         return reason
     x, weight = call.args[:2]
@@ -40,12 +41,7 @@ def when(call: Call) -> str | None:
         return f"serves up to {MOST_TOKENS} tokens, not {x.shape[0]}"
     if x.dtype not in SUPPORTED or (call.kwargs.get("dtype") or x.dtype) not in SUPPORTED:
         return f"serves {', '.join(map(str, SUPPORTED))}, not {x.dtype} -> {call.kwargs.get('dtype')}"
-    if reason := weight_refusal(weight, call.hardware.architecture):
-        return reason
-    block = format_of(weight).block
-    if x.shape[0] > 1 and block is not None and (block[0] % LEAST_TILE or block[1] % LEAST_TILE):
-        return f"a matrix instruction takes {LEAST_TILE} x {LEAST_TILE} weights of one scale, and blocks are {block}"
-    return None
+    return weight_refusal(weight, call.hardware.architecture)
 
 
 def run(x: Tensor, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,0 +1,71 @@
+"""Every number of the time model that is neither a datasheet's nor a calibration table's, each with where it comes from.
+
+None is specific to a model or to a published benchmark.
+"""
+
+from __future__ import annotations
+
+MICROSECOND = 1e-6
+
+# --- starting kernels --------------------------------------------------------------------------------------------------
+KERNEL_GAP = 1.0 * MICROSECOND
+"""From the end of a kernel to the start of the next inside a CUDA graph. An empty kernel in a graph takes 1.3 us on an H200,
+of which about 0.3 us is the kernel."""
+SMALL_KERNEL = 2.0 * MICROSECOND
+"""What an elementwise kernel takes before bytes count: reading its arguments, one trip to memory and back, and the tail of the
+last block. Conv updates and norms of a few rows measure 1.8 to 2.5 us on an H200."""
+EAGER_LAUNCH = 6.0 * MICROSECOND
+"""Of the host, for each kernel launched from Python: 4 us in the driver and framework for a tuned one, 8 us for a plain op."""
+STEP_START = 150.0 * MICROSECOND
+"""A step's own: filling its inputs, the sampler's small kernels (some thirty of KERNEL_GAP + SMALL_KERNEL) and the graph's
+launch, with the scheduler's work hidden behind the previous step."""
+
+# --- shares of the peak, where no table decides ------------------------------------------------------------------------
+ELEMENTWISE_BANDWIDTH = 0.80
+"""A plain copy reaches 0.88 of an H200's 4.8 TB/s; kernels that reduce along rows somewhat less."""
+STREAM_BANDWIDTH = 0.85
+"""Kernels that stream weights, KV or state at large sizes: 0.82 to 0.88 of the datasheet's bandwidth on H200 and H800."""
+MATRIX_PEAK = 0.70
+"""Large matrix products: 0.69 to 0.81 of the peak in bfloat16 on an H200 with random data, 0.63 to 0.73 in FP8 on an H800."""
+ATTENTION_PEAK = 0.62
+"""Prefill attention at contexts of 4 to 16 thousand: 0.61 to 0.77 of the bfloat16 peak on an H200."""
+CHAIN_SECONDS = 3.1 * MICROSECOND
+"""One chunk of 64 tokens of a chunked delta rule, where nothing else fills the GPU: 48.7 us for 1,024 tokens (H200)."""
+PREFILL_STATE_PEAK = 0.15
+"""Chunked delta rules in prefill, as a share of the bfloat16 peak, with the operations of the recurrence (7 for each
+element of the state): 0.28 ms for 8,192 tokens of 32 heads of 128 x 128 on an H200 is 0.11; batches of prompts reach 0.18."""
+
+# --- tiles of the matrix units -----------------------------------------------------------------------------------------
+MATRIX_TILE_ROWS = 64
+"""Rows that a matrix product is padded to: the height of Hopper's wgmma, and of the tiles that grouped products give each
+expert. AMD's MFMA takes 16 or 32; their tuned kernels use tiles of 32 and more."""
+
+# --- links -------------------------------------------------------------------------------------------------------------
+LINK_SHARE = 0.62
+"""Of a link's nominal bandwidth that large collectives reach: 32 MiB all-reduces over NVLink run at 0.55 (2 GPUs) and 0.65
+(4 GPUs) of 450 GB/s; all-to-all in a server at 0.63."""
+NETWORK_SHARE = 0.85
+"""The same for 400 Gbit/s ports: all-to-all over 16 to 128 GPUs moves 39 to 44 GB/s of 50."""
+COLLECTIVE_START = 2.5 * MICROSECOND
+"""Of an all-reduce of a few KB over NVLink, one-shot, 2 GPUs; 0.15 us more for each further GPU."""
+COLLECTIVE_PER_RANK = 0.15 * MICROSECOND
+ALL_TO_ALL_START = 20.0 * MICROSECOND
+"""Of a dispatch or a combine between servers that carries next to nothing."""
+COMMUNICATION_PROCESSORS = 20
+"""SMs that a bandwidth-bound all-to-all of a prefill takes from computing (DeepSeek-V3's report; DeepEP's default)."""
+
+# --- what a kernel of an expert layer does beside its products ---------------------------------------------------------
+EXPERT_LAUNCHES = 4
+"""Sorting tokens by expert (2), activation (1), weighted sum (1); the two products are counted with the op."""
+
+# --- trust -------------------------------------------------------------------------------------------------------------
+TRANSFER_SPREAD = 0.12
+"""Standard deviation of ln(time) added where efficiencies come from another GPU or another format: FP8 products of the same
+size reach 0.92 of an H20's peak and 0.66 to 0.73 of an H800's, so a transfer between those would be off by 0.27; between GPUs
+of like balance by about 0.1."""
+DATASHEET_SPREAD = 0.25
+"""The same where only the constants above stand behind a figure."""
+STEP_SPREAD = 0.03
+"""Between steps of one shape on one machine, and what no kernel accounts for."""
+QUANTILE_80 = 1.2816
+"""Standard deviations either side that hold 80 % of a normal distribution."""

@@ -1,0 +1,94 @@
+"""What is sent between GPUs: collectives of tensor parallelism, and the exchange of tokens among experts' ranks.
+
+A message takes a start and its bytes over the share of the link's bandwidth that collectives reach.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from firstlight.hardware import Hardware, Link
+from firstlight.parallel import Mesh
+from firstlight.predict import constants
+from firstlight.predict.dims import Dims
+from firstlight.predict.kernels import Kernel
+from firstlight.predict.shape import Numbers, StepShape
+from firstlight.predict.walk import VARIABLES, WalkedModel
+
+DISPATCH_BYTES = 1 + 4 / 128
+"""Bytes of an element on its way to experts: FP8, and a float32 scale for each 128."""
+COMBINE_BYTES = 2.0
+
+
+def link_of(hardware: Hardware, ranks: int) -> Link:
+    """The nearest link that connects so many GPUs. Raises ValueError if none is described."""
+    for link in hardware.links:
+        if ranks <= link.reach:
+            return link
+    raise ValueError(f"{hardware.name}: no described link connects {ranks} GPUs")
+
+
+def _share(hardware: Hardware, link: Link) -> float:
+    return constants.LINK_SHARE if link is hardware.links[0] else constants.NETWORK_SHARE
+
+
+def seconds(
+    kernel: Kernel, sent: Numbers, hardware: Hardware, mesh: Mesh, shape: StepShape
+) -> tuple[Numbers, Numbers]:
+    """(seconds, least seconds) of a message; 0 where nothing is sent."""
+    if kernel.kind == "collective":
+        ranks = kernel.dims.sizes["ranks"]
+        link = link_of(hardware, ranks)
+        start = constants.COLLECTIVE_START + constants.COLLECTIVE_PER_RANK * (ranks - 2)
+        if link is not hardware.links[0]:
+            start += constants.ALL_TO_ALL_START
+        floor = sent / link.bandwidth
+        return floor / _share(hardware, link) + start * (sent > 0), floor
+    inside, across = _exchanged(kernel, sent, hardware, mesh, shape)
+    near, far = hardware.links[0], hardware.links[-1]
+    floor = np.maximum(inside / near.bandwidth, across / far.bandwidth)
+    taken = np.maximum(inside / near.bandwidth / constants.LINK_SHARE, across / far.bandwidth / constants.NETWORK_SHARE)
+    start = constants.ALL_TO_ALL_START if mesh.ep.size > near.reach else 4 * constants.COLLECTIVE_START
+    return taken + start * (sent > 0), floor
+
+
+def _exchanged(
+    kernel: Kernel, copies: Numbers, hardware: Hardware, mesh: Mesh, shape: StepShape
+) -> tuple[Numbers, Numbers]:
+    """Bytes that a rank sends inside its server, and to others.
+
+    copies: bytes if each token went to each of its experts on its own. A decode does that (least latency). A prefill sends
+    a token once to each server that has some of its experts, where it is passed on.
+    """
+    ranks, reach = mesh.ep.size, hardware.links[0].reach
+    servers = max(-(-ranks // reach), 1)
+    top_k = kernel.dims.sizes["top_k"]
+    outside = copies * (1 - min(reach, ranks) / ranks)
+    inside = copies * (min(reach, ranks) - 1) / ranks
+    if servers > 1:
+        reached = servers * (1 - (1 - 1 / servers) ** top_k) * (1 - 1 / servers)  # other servers that hold some expert
+        outside = np.where(shape.prefill.tokens > 0, copies / top_k * reached, outside)
+    return inside, outside
+
+
+def expert_exchange(model: WalkedModel, mesh: Mesh, kernels: list[Kernel]) -> list[Kernel]:
+    """Dispatch and combine of each layer with experts, where those are spread over ranks of expert parallelism."""
+    if mesh.ep.size == 1 or not model.sparse_layers:
+        return []
+    routed = next(kernel for kernel in kernels if kernel.kind == "experts")
+    sizes = routed.dims.sizes
+    assignments = routed.flops / (6.0 * sizes["hidden"] * sizes["intermediate"])
+    found = []
+    for name, element in (("dispatch", DISPATCH_BYTES), ("combine", COMBINE_BYTES)):
+        sent = assignments * sizes["hidden"] * element
+        dims = Dims({"ranks": mesh.ep.size, "top_k": sizes["top_k"]}, axis="ep")
+        found.append(
+            Kernel(name, name, "", name, model.sparse_layers, dims, sent=sent, moved=np.zeros(len(VARIABLES)), segment="feed_forward")
+        )
+    # Tokens that arrive are sorted by expert, and what experts give back is put in the order of their senders.
+    moved = assignments * sizes["hidden"] * (2 * 1.0 + 2 * 2.0)
+    found.append(
+        Kernel("sort exchanged tokens", "sort_exchanged", "", "elementwise", model.sparse_layers, Dims(), moved=moved, launches=2,
+               segment="feed_forward")
+    )  # fmt: skip
+    return found

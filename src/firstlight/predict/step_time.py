@@ -1,0 +1,296 @@
+"""The time of a step: each kernel at its share of the roofline, its start, and what is sent that nothing hides.
+
+`StepModel` prices one model on one GPU and mesh, for any number of step shapes at once. A mixed step is one batch: its
+products see all tokens together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from firstlight.hardware import Hardware
+from firstlight.parallel import Mesh
+from firstlight.predict import constants, links
+from firstlight.predict.efficiency import GRID, Curve, curve
+from firstlight.predict.floor import padded, padded_experts, peak
+from firstlight.predict.kernels import INDEX, Kernel, kernels_of
+from firstlight.predict.shape import Numbers, Part, StepShape, distinct_experts
+from firstlight.predict.walk import VARIABLES, WalkedModel
+
+DEFAULTS = {
+    "product": constants.MATRIX_PEAK,
+    "experts": constants.MATRIX_PEAK,
+    "state": constants.STREAM_BANDWIDTH,
+}
+"""Efficiency where nothing was measured; attention's differs between decode (bytes) and prefill (operations)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """How a step is run.
+
+    graph: replayed from a graph, so the host launches nothing. skew: of routing, see `distinct_experts`. two_batch_overlap:
+    the step is cut in two halves, and what one sends is hidden behind what the other computes. tuned: kernels of a well-kept
+    engine; False: the providers that are bound here.
+    """
+
+    graph: bool = True
+    skew: float = 0.0
+    two_batch_overlap: bool = False
+    tuned: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """A kernel in a step. All figures are totals over its `count`, seconds, bytes and operations; arrays over the shapes.
+
+    bound: what the floor is made of: "memory", "compute" or "link". spread: standard deviation of ln(seconds).
+    """
+
+    kernel: Kernel
+    seconds: Numbers
+    floor: Numbers
+    flops: Numbers
+    moved: Numbers
+    bound: Sequence[str]
+    origin: str
+    spread: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step, the same with an 80 % interval, the least possible, and what they are made of."""
+
+    seconds: Numbers
+    low: Numbers
+    high: Numbers
+    floor: Numbers
+    kernels: tuple[KernelTime, ...]
+    overhead: Numbers
+    hidden: Numbers
+
+    @property
+    def origins(self) -> dict[str, float]:
+        """Share of the time by where efficiencies come from."""
+        total: dict[str, float] = {}
+        for item in self.kernels:
+            total[item.origin] = total.get(item.origin, 0.0) + float(np.sum(item.seconds))
+        whole = sum(total.values()) or 1.0
+        return {origin: seconds / whole for origin, seconds in sorted(total.items(), key=lambda pair: -pair[1])}
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Prices steps of a walked model on a GPU."""
+
+    model: WalkedModel
+    hardware: Hardware
+    mesh: Mesh = field(default_factory=Mesh)
+    conditions: Conditions = field(default_factory=Conditions)
+
+    @cached_property
+    def _kernels(self) -> list[tuple[Kernel, Curve]]:
+        choices = None if self.conditions.tuned else self.model.choices[-1]
+        kernels = kernels_of(self.model, self.hardware, choices)
+        kernels += links.expert_exchange(self.model, self.mesh, kernels)
+        return [(kernel, self._curve(kernel)) for kernel in kernels]
+
+    def _curve(self, kernel: Kernel) -> Curve:
+        default = DEFAULTS.get(kernel.kind, constants.ELEMENTWISE_BANDWIDTH)
+        if kernel.kind == "attention":
+            default = constants.STREAM_BANDWIDTH if kernel.label == "decode" else constants.ATTENTION_PEAK
+        if kernel.kind in ("elementwise", "collective", "dispatch", "combine"):
+            return Curve(np.full_like(GRID, default), "datasheet", constants.DATASHEET_SPREAD, "predict/constants.py")
+        label = kernel.label if kernel.kind in ("attention", "state") else ""
+        op = "experts" if kernel.kind == "experts" else kernel.op
+        form = kernel.dims.format if kernel.kind in ("attention", "state") else kernel.dtype
+        return curve(op, label, self.hardware, form, kernel.dims.sizes, default)
+
+    def time(self, shape: StepShape) -> StepTime:
+        """The time of each step of `shape`."""
+        if self.conditions.two_batch_overlap:
+            return self._overlapped(shape)
+        items = self._items(shape)
+        return self._sum(shape, items, hidden=np.zeros(np.shape(shape.tokens)))
+
+    def _items(self, shape: StepShape, processors: float = 1.0) -> list[KernelTime]:
+        """processors: share of the GPU's processors that compute."""
+        variables: dict[tuple[str, int], Numbers] = {}
+        items = []
+        for kernel, efficiency in self._kernels:
+            key = (kernel.label, kernel.dims.limit)
+            if key not in variables:
+                variables[key] = self._variables(shape, *key)
+            items.append(self._item(kernel, efficiency, shape, variables[key], processors))
+        return items
+
+    def _variables(self, shape: StepShape, label: str, limit: int) -> Numbers:
+        """[variables, shapes]: what a kernel's coefficients are multiplied by."""
+        part: Part = shape.part(label)
+        keys, pairs = part.limited(limit) if limit else (part.keys, part.pairs)
+        values = {
+            "one": (part.tokens > 0).astype(np.float64),
+            "decode_tokens": shape.decode.tokens,
+            "decode_requests": shape.decode.requests,
+            "prefill_tokens": shape.prefill.tokens,
+            "prefill_requests": shape.prefill.requests,
+            "logits": shape.logits,
+            "keys": keys,
+            "pairs": pairs,
+            "distinct": self._distinct(shape),
+            "longest": shape.prefill.longest,
+        }
+        return np.stack(np.broadcast_arrays(*(np.atleast_1d(values[name]) for name in VARIABLES)))
+
+    def _distinct(self, shape: StepShape) -> Numbers:
+        """Share of a rank's experts that are used; every attention replica brings its tokens."""
+        if not self.model.experts:
+            return np.zeros(np.shape(shape.tokens))
+        tokens = shape.tokens * (self.mesh.dp.size if self.mesh.ep.size > 1 else 1)
+        return distinct_experts(self.model.experts, self.model.top_k, tokens, self.conditions.skew)
+
+    def _item(
+        self, kernel: Kernel, efficiency: Curve, shape: StepShape, variables: Numbers, processors: float
+    ) -> KernelTime:
+        flops, moved, chain = (vector @ variables for vector in (kernel.flops, kernel.moved, kernel.chain))
+        memory = moved / self.hardware.bandwidth
+        if kernel.kind in ("collective", "dispatch", "combine"):
+            seconds, floor = links.seconds(kernel, kernel.sent @ variables, self.hardware, self.mesh, shape)
+            bound = ["link"] * len(seconds)
+            launches = kernel.launches * (seconds > 0)
+            seconds = seconds + launches * self._gap()
+            return self._total(kernel, efficiency, seconds, floor, flops, moved, bound)
+        rate = peak(self.hardware, kernel.dtype) if kernel.dtype else peak(self.hardware, "float32")
+        compute = flops / rate
+        floor = np.maximum(memory, compute)
+        bound = np.where(memory >= compute, "memory", "compute")
+        active = (moved > 0) | (flops > 0)
+        if kernel.kind == "elementwise":
+            work = memory / constants.ELEMENTWISE_BANDWIDTH + constants.SMALL_KERNEL * kernel.launches * active
+        else:
+            work = self._work(kernel, efficiency, flops, moved, variables, processors)
+            work = np.maximum(work, chain * constants.CHAIN_SECONDS)
+        seconds = np.maximum(work, floor) + active * kernel.launches * self._gap()
+        return self._total(kernel, efficiency, seconds, floor, flops, moved, list(bound))
+
+    def _gap(self) -> float:
+        return constants.KERNEL_GAP
+
+    def _total(
+        self, kernel: Kernel, efficiency: Curve, seconds: Numbers, floor: Numbers, flops: Numbers, moved: Numbers,
+        bound: Sequence[str],
+    ) -> KernelTime:  # fmt: skip
+        n = kernel.count
+        return KernelTime(
+            kernel, seconds * n, floor * n, flops * n, moved * n, bound, efficiency.origin, efficiency.spread, efficiency.source
+        )
+
+    def _work(
+        self, kernel: Kernel, efficiency: Curve, flops: Numbers, moved: Numbers, variables: Numbers, processors: float
+    ) -> Numbers:
+        """Seconds of a heavy kernel: its roofline, tiles filled, at its efficiency; never falling as the step grows."""
+        rate = peak(self.hardware, kernel.dtype or "float32") * processors
+        sizes = kernel.dims.sizes
+        if kernel.kind == "product":
+            per_token = 2.0 * sizes["rows"] * sizes["columns"]
+            size = flops / per_token
+            filled = padded(size) * per_token
+        elif kernel.kind == "experts":
+            per_row = 6.0 * sizes["hidden"] * sizes["intermediate"]
+            assignments = flops / per_row
+            used = variables[INDEX["distinct"]] * sizes["experts"]
+            filled = padded_experts(assignments, used) * per_row * (assignments > 0)
+            size = assignments / sizes["experts"]
+        elif kernel.label == "decode" or kernel.kind == "state":
+            name = "keys" if kernel.kind == "attention" else f"{kernel.label}_requests"
+            size, filled = variables[INDEX[name]], flops
+            if kernel.kind == "state":
+                filled = flops if kernel.label == "decode" else flops / constants.PREFILL_STATE_PEAK
+                rate = peak(self.hardware, "bfloat16") * processors
+        else:
+            rows = np.maximum(variables[INDEX["prefill_requests"]], 1)
+            size, filled = variables[INDEX["prefill_tokens"]] / rows, flops
+        if kernel.kind == "state" and kernel.label == "prefill":
+            return np.maximum(filled / rate, moved / self.hardware.bandwidth / constants.STREAM_BANDWIDTH)
+        if kernel.kind == "product":
+            return self._product(kernel, efficiency, size, rate)
+        return np.maximum(filled / rate, moved / self.hardware.bandwidth) / efficiency.at(size)
+
+    def _product(self, kernel: Kernel, efficiency: Curve, tokens: Numbers, rate: float) -> Numbers:
+        """A product depends on its tokens alone, so its time is kept as a curve that never falls."""
+        sizes = kernel.dims.sizes
+        per_token = 2.0 * sizes["rows"] * sizes["columns"]
+        grid_moved = kernel.moved[0] + GRID * (kernel.moved[1:].max() if kernel.moved[1:].any() else 0.0)
+        grid = np.maximum(padded(GRID) * per_token / rate, grid_moved / self.hardware.bandwidth) / efficiency.values
+        rising = np.maximum.accumulate(grid)
+        times = np.exp(np.interp(np.log2(np.maximum(tokens, 1.0)), np.log2(GRID), np.log(rising)))
+        return times * (tokens > 0)
+
+    def _sum(self, shape: StepShape, items: list[KernelTime], hidden: Numbers) -> StepTime:
+        total = np.sum([item.seconds for item in items], axis=0)
+        launches = sum(item.kernel.launches * item.kernel.count for item in items)
+        computed = total - hidden
+        if not self.conditions.graph:
+            computed = np.maximum(computed, launches * constants.EAGER_LAUNCH)
+        overhead = np.full_like(total, constants.STEP_START)
+        seconds = computed + overhead
+        floor = np.sum([item.floor for item in items if item.bound[0] != "link"], axis=0)
+        spread = self._spread(items, seconds)
+        reach = np.exp(constants.QUANTILE_80 * spread)
+        return StepTime(seconds, np.maximum(seconds / reach, floor), seconds * reach, floor, tuple(items), overhead, hidden)
+
+    @staticmethod
+    def _spread(items: list[KernelTime], seconds: Numbers) -> Numbers:
+        """Standard deviation of ln(step): kernels of one op err together, ops err apart."""
+        by_op: dict[str, Numbers] = {}
+        for item in items:
+            by_op[item.kernel.op] = by_op.get(item.kernel.op, np.zeros(1)) + item.seconds * item.spread
+        variance = np.sum([np.square(value) for value in by_op.values()], axis=0) / np.square(seconds)
+        return np.sqrt(variance + constants.STEP_SPREAD**2)
+
+    def _overlapped(self, shape: StepShape) -> StepTime:
+        """Two halves in turns: while one computes, what the other sends is on its way.
+
+        A layer with experts has four turns: attention beside the other half's dispatch, experts beside dispatch, experts
+        beside combine, attention beside combine; each lasts as long as the longer of the two. A prefill's exchange takes
+        some processors from computing, a decode's takes none.
+        """
+        half = _halved(shape)
+        processors = 1.0
+        if np.any(shape.prefill.tokens > 0):
+            processors = 1.0 - constants.COMMUNICATION_PROCESSORS / self.hardware.multiprocessors
+        items = self._items(half, processors)
+        by_turn = {name: np.zeros_like(items[0].seconds) for name in ("attention", "feed_forward", "dispatch", "combine", "")}
+        for item in items:
+            turn = item.kernel.kind if item.kernel.kind in ("dispatch", "combine") else item.kernel.segment
+            by_turn[turn] = by_turn[turn] + item.seconds
+        sparse = max(self.model.sparse_layers, 1)
+        share = sparse / self.model.layers  # of attention and feed-forward time that stands in layers with experts
+        attention, experts = by_turn["attention"] * share / sparse, by_turn["feed_forward"] * share / sparse
+        dispatch, combine = by_turn["dispatch"] / sparse, by_turn["combine"] / sparse
+        turns = (
+            np.maximum(attention, dispatch) + np.maximum(experts, dispatch)
+            + np.maximum(experts, combine) + np.maximum(attention, combine)
+        )  # fmt: skip
+        rest = 2 * ((by_turn["attention"] + by_turn["feed_forward"]) * (1 - share) + by_turn[""])
+        whole = turns * sparse + rest
+        twice = [
+            replace(
+                item, seconds=item.seconds * 2, floor=item.floor * 2, flops=item.flops * 2, moved=item.moved * 2
+            )
+            for item in items
+        ]
+        hidden = np.sum([item.seconds for item in twice], axis=0) - whole
+        return self._sum(shape, twice, hidden)
+
+
+def _halved(shape: StepShape) -> StepShape:
+    def half(part: Part) -> Part:
+        return Part(part.requests / 2, part.tokens / 2, part.keys / 2, part.pairs / 2, part.longest)
+
+    return StepShape(half(shape.decode), half(shape.prefill))
