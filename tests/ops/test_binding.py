@@ -132,9 +132,7 @@ def test_binding_is_for_described_hardware_that_need_not_be_here():
     bind_model(model, BUCKETS, H200)
     called = {path: site for path, site in sites(model) if site.choices}
     assert all(len(site) == len(site.choices) == len(BUCKETS) for site in called.values())
-    assert {path for path, _ in sites(model)} - set(called) == {
-        "embed_tokens.reduce", "embed_tokens.replace", "lm_head.gather"
-    }  # fmt: skip  (other ranks, images)
+    assert {"layers.0.mixer.mix.decode", "layers.3.mixer.attend.prefill", "layers.1.mlp.mixture"} <= set(called)
 
 
 def test_an_observer_sees_every_call_and_leaves_no_trace():

@@ -59,7 +59,8 @@ def _job(random: Random, before: list[Job]) -> Job:
         prompt, adapter, arrival = list(other.prompt), other.adapter, other.arrival + random.randint(0, 30)
         if random.random() < 0.5:
             answer = other.answer(4096)
-            prompt += answer[: random.randint(0, len(answer))] + [random.randint(0, 5)]
+            prompt += answer[: random.randint(0, len(answer))]
+            prompt.append(random.randint(0, 5))
     return Job(
         prompt[:LONGEST_PROMPT],
         random.randint(1, LONGEST_ANSWER),
