@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 from firstlight.verify import Findings, verify
 from firstlight.verify.findings import WHOLE, Finding
 from firstlight.verify.opening import open_subject
@@ -63,6 +65,7 @@ def _worst(findings: Iterable[Finding]) -> str:
 
 def main() -> int:
     """Write the page, or compare it."""
+    torch.set_num_threads(1)  # the models are too small for more
     new = page()
     if "--check" in sys.argv[1:]:
         same = PAGE.exists() and NUMBER.sub("#", new) == NUMBER.sub("#", PAGE.read_text())

@@ -17,7 +17,9 @@ def stack_experts(tensors):
     stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     prefixes = {name.split(".experts.")[0] for name in tensors if ".experts." in name}
     for prefix in prefixes:
-        count = 1 + max(int(n.split(".experts.")[1].split(".")[0]) for n in tensors if n.startswith(prefix + ".experts."))
+        count = 1 + max(
+            int(n.split(".experts.")[1].split(".")[0]) for n in tensors if n.startswith(prefix + ".experts.")
+        )
         one = [
             {part: tensors[f"{prefix}.experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")}
             for e in range(count)

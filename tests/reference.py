@@ -16,7 +16,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 TINY_CONFIGS = Path(__file__).parent / "tiny_configs"
-FAMILIES = ("llama", "smollm2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_text_tied", "qwen3_5_moe_text")
+FAMILIES = (
+    "llama",
+    "smollm2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_text_tied",
+    "qwen3_5_moe_text",
+)
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 

@@ -9,14 +9,19 @@ from firstlight.config import EngineOptions
 
 
 def test_what_is_given_wins_over_the_environment_and_the_defaults():
-    environment = {"FIRSTLIGHT_MAX_RUNNING": "7", "FIRSTLIGHT_STEP_TOKENS": "99", "FIRSTLIGHT_OP": "linear=torch,rope=reference"}
+    environment = {
+        "FIRSTLIGHT_MAX_RUNNING": "7",
+        "FIRSTLIGHT_STEP_TOKENS": "99",
+        "FIRSTLIGHT_OP": "linear=torch,rope=reference",
+    }
     options = EngineOptions.load({"model": "x", "step_tokens": 5, "seed": None}, environment)
     assert (options.max_running, options.step_tokens, options.seed) == (7, 5, 0)
     assert options.op == ("linear=torch", "rope=reference")
 
 
 @pytest.mark.parametrize(
-    ("given", "field"), [({"max_running": "many"}, "max_running"), ({"page_size": 0}, "page_size"), ({"pages": 3}, "pages")]
+    ("given", "field"),
+    [({"max_running": "many"}, "max_running"), ({"page_size": 0}, "page_size"), ({"pages": 3}, "pages")],
 )
 def test_a_wrong_value_or_name_is_an_error_that_names_it(given, field):
     with pytest.raises(ValidationError, match=field):

@@ -39,24 +39,46 @@ class Options(BaseModel):
 class EngineOptions(Options):
     """How a model is loaded and run."""
 
-    model: str = Field(description="Directory with config.json and safetensors, a .gguf file, or a config.json (with --weights random).")
-    weights: Literal["auto", "random"] = Field("auto", description="`random`: seeded random weights, made on the device, for any config.")
+    model: str = Field(
+        description="Directory with config.json and safetensors, a .gguf file, or a config.json (with --weights random)."
+    )
+    weights: Literal["auto", "random"] = Field(
+        "auto", description="`random`: seeded random weights, made on the device, for any config."
+    )
     device: str = Field("auto", description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes the first GPU if there is one.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Activations; `auto`: the checkpoint's own.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Activations; `auto`: the checkpoint's own."
+    )
     seed: int = Field(0, description="Seed of random weights, and of requests that bring none.")
-    op: tuple[str, ...] = Field((), description="Force a provider: `OP=PROVIDER` or `OP.SITE=PROVIDER`; may be repeated.")
-    invariant: bool = Field(False, description="Bind one provider to all buckets, so that batch size never changes rounding.")
+    op: tuple[str, ...] = Field(
+        (), description="Force a provider: `OP=PROVIDER` or `OP.SITE=PROVIDER`; may be repeated."
+    )
+    invariant: bool = Field(
+        False, description="Bind one provider to all buckets, so that batch size never changes rounding."
+    )
     threads: int = Field(0, ge=0, description="CPU threads for compute; 0: all cores.")
-    max_context: int = Field(0, ge=0, description="Longest request, prompt and answer, in tokens; 0: the model's own limit.")
+    max_context: int = Field(
+        0, ge=0, description="Longest request, prompt and answer, in tokens; 0: the model's own limit."
+    )
     max_running: int = Field(256, ge=1, description="Requests in a step at most.")
-    step_tokens: int = Field(2048, ge=1, description="New tokens in a step at most; longer prompts are prefilled in chunks.")
+    step_tokens: int = Field(
+        2048, ge=1, description="New tokens in a step at most; longer prompts are prefilled in chunks."
+    )
     offline_step_tokens: int = Field(2048, ge=1, description="Offline prefill tokens in a step at most.")
-    offline_share: float = Field(0.05, ge=0, le=1, description="Share of tokens kept for offline work under constant online load.")
+    offline_share: float = Field(
+        0.05, ge=0, le=1, description="Share of tokens kept for offline work under constant online load."
+    )
     page_size: int = Field(16, ge=1, description="Tokens in a KV page.")
-    cache_gib: float = Field(0.0, ge=0, description="Memory for KV pages and state slots; 0: what the device has left (CPU: 1 GiB).")
-    checkpoint_gib: float = Field(0.0, ge=0, description="Of it, at most this for state checkpoints of hybrid models; 0: half.")
+    cache_gib: float = Field(
+        0.0, ge=0, description="Memory for KV pages and state slots; 0: what the device has left (CPU: 1 GiB)."
+    )
+    checkpoint_gib: float = Field(
+        0.0, ge=0, description="Of it, at most this for state checkpoints of hybrid models; 0: half."
+    )
     prefix_cache: bool = Field(True, description="Reuse the KV and state of shared prefixes.")
-    depth: int = Field(0, ge=0, description="Plans in flight; 1 to debug; 0: 2 on a GPU, 1 on a CPU, which computes in order.")
+    depth: int = Field(
+        0, ge=0, description="Plans in flight; 1 to debug; 0: 2 on a GPU, 1 on a CPU, which computes in order."
+    )
     tensor_parallel: int = Field(1, ge=1, description="Ranks that split every layer.")
 
 
@@ -66,7 +88,11 @@ class ServerOptions(Options):
     host: str = Field("127.0.0.1", description="Address to bind; anything but a loopback address needs an API key.")
     port: int = Field(8000, ge=0, le=65535, description="Port; 0: any free one, printed at start.")
     api_key: str | None = Field(None, description="Clients must send `Authorization: Bearer KEY`.")
-    served_name: str | None = Field(None, description="The model's name in the API; default: its directory or file name.")
-    max_waiting: int = Field(4096, ge=1, description="Requests waiting, beyond --max-running, at most; one more gets a 429.")
+    served_name: str | None = Field(
+        None, description="The model's name in the API; default: its directory or file name."
+    )
+    max_waiting: int = Field(
+        4096, ge=1, description="Requests waiting, beyond --max-running, at most; one more gets a 429."
+    )
     max_body_mib: int = Field(16, ge=1, le=1024, description="Size of a request's body at most, in MiB.")
     drain_seconds: int = Field(30, ge=0, description="At shutdown, running requests get this long to finish.")

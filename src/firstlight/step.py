@@ -154,7 +154,9 @@ class StepBatch:
         parts = []
         if self.decode_requests:
             # A decode row has as many tokens as the others: 1, or 1 + drafts when verifying.
-            query = self.max_query if self.decode_requests == requests else -(-self.decode_tokens // self.decode_requests)
+            query = (
+                self.max_query if self.decode_requests == requests else -(-self.decode_tokens // self.decode_requests)
+            )
             parts.append(self._part("decode", slice(0, self.decode_tokens), slice(0, self.decode_requests), query))
         if self.decode_requests < requests:
             rows = slice(self.decode_requests, requests)

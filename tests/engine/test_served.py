@@ -85,7 +85,9 @@ def test_two_thousand_short_requests_with_disconnects_give_everything_back(name,
         assert not any(busy.values())
         # One more request after the accounts' quiet-time check is due: it runs, and nothing has leaked.
         time.sleep(11)
-        reply = httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": [5, 6], "max_tokens": 2, "return_token_ids": True})
+        reply = httpx.post(
+            f"{url}/v1/completions", json={"model": model, "prompt": [5, 6], "max_tokens": 2, "return_token_ids": True}
+        )
         assert reply.status_code == 200
         assert "don't add up" not in log.read_text()
         assert process.poll() is None

@@ -45,7 +45,9 @@ def bound(op, **options):
 
 def test_the_highest_rank_that_can_serve_is_chosen_and_others_say_why(op):
     op.provide("slow", lambda x, weight: "slow", rank=1)
-    op.provide("narrow", lambda x, weight: "narrow", when=lambda c: "too many rows" if c.args[0].shape[0] > 8 else None, rank=5)
+    op.provide(
+        "narrow", lambda x, weight: "narrow", when=lambda c: "too many rows" if c.args[0].shape[0] > 8 else None, rank=5
+    )
     site = bound(op)
     assert [run(1, 1) for run in site] == ["narrow", "slow"]
     assert dict(site.choices[1].refused)["narrow"] == "too many rows"
@@ -54,7 +56,9 @@ def test_the_highest_rank_that_can_serve_is_chosen_and_others_say_why(op):
 
 def test_invariant_binds_one_provider_to_all_buckets(op):
     op.provide("slow", lambda x, weight: "slow", rank=1)
-    op.provide("narrow", lambda x, weight: "narrow", when=lambda c: "too many rows" if c.args[0].shape[0] > 8 else None, rank=5)
+    op.provide(
+        "narrow", lambda x, weight: "narrow", when=lambda c: "too many rows" if c.args[0].shape[0] > 8 else None, rank=5
+    )
     assert [run(1, 1) for run in bound(op, invariant=True)] == ["slow", "slow"]
 
 
@@ -79,7 +83,11 @@ def test_an_override_that_cannot_be_met_says_why(op):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("nonsense", "expected OP=PROVIDER"), ("no_such_op=x", "expected OP=PROVIDER"), ("linear=magic", "has no provider 'magic'; it has reference")],
+    [
+        ("nonsense", "expected OP=PROVIDER"),
+        ("no_such_op=x", "expected OP=PROVIDER"),
+        ("linear=magic", "has no provider 'magic'; it has reference"),
+    ],
 )
 def test_overrides_that_name_nothing_are_refused(text, message):
     with pytest.raises(BindingError, match=message):

@@ -35,7 +35,9 @@ def test_shares_split_units_or_replicate_them():
     assert [share(8, 2, Group("tp", 4, i), "heads").start for i in range(4)] == [0, 2, 4, 6]
     held = [share(4, 2, Group("tp", 4, i), "KV heads", replicate=True) for i in range(4)]
     assert [(part.start, part.stop, part.copies) for part in held] == [(0, 2, 2), (0, 2, 2), (2, 4, 2), (2, 4, 2)]
-    with pytest.raises(ValueError, match=r"heads: 3 units of 2 can't be split evenly over 2 tp ranks; legal sizes: \[1, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"heads: 3 units of 2 can't be split evenly over 2 tp ranks; legal sizes: \[1, 3\]"
+    ):
         share(6, 2, Group("tp", 2, 0), "heads")
     with pytest.raises(ValueError, match="7 elements are not a multiple of 2"):
         share(7, 2, Group("tp", 1, 0), "heads")

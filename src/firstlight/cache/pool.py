@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from firstlight.cache.spec import CacheSpec, PagedSpec, SlotSpec, page_bytes, slot_bytes
+from firstlight.cache.spec import CacheSpec, PagedSpec, page_bytes, slot_bytes
 
 
 class CachePool:
@@ -28,7 +28,9 @@ class CachePool:
         self.pages, self.slots, self.page_size = pages, slots, page_size
         paged = [spec for spec in specs.values() if isinstance(spec, PagedSpec)]
         if len(set(paged)) > 1:
-            raise ValueError(f"layers of one pool must have the same KV shape and dtype; these differ: {sorted(map(str, set(paged)))}")
+            raise ValueError(
+                f"layers of one pool must have the same KV shape and dtype; these differ: {sorted(map(str, set(paged)))}"
+            )
         self.page_bytes = page_bytes(paged, page_size)
         self.slot_bytes = slot_bytes(specs.values())
         self.page_memory = torch.zeros((pages, self.page_bytes), dtype=torch.uint8, device=device)
@@ -44,7 +46,8 @@ class CachePool:
                 half = spec.token_bytes * self.page_size // 2
                 shape = (self.page_size, spec.kv_heads, spec.head_dim)
                 views[path] = {
-                    name: _rows(self.page_memory, page_offset + half * i, shape, spec.dtype) for i, name in enumerate("kv")
+                    name: _rows(self.page_memory, page_offset + half * i, shape, spec.dtype)
+                    for i, name in enumerate("kv")
                 }
                 page_offset += 2 * half
             else:
@@ -76,7 +79,11 @@ def _rows(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torc
     """[rows, *shape] of `dtype` at a byte offset in each row of [rows, bytes] memory: a view."""
     rows, row_bytes = memory.shape
     size = torch.Size(shape).numel()
-    return memory[:, offset : offset + size * dtype.itemsize].view(dtype).unflatten(1, shape) if rows else memory.view(dtype)
+    return (
+        memory[:, offset : offset + size * dtype.itemsize].view(dtype).unflatten(1, shape)
+        if rows
+        else memory.view(dtype)
+    )
 
 
 def _copy(memory: torch.Tensor, source: Sequence[int], target: Sequence[int]) -> None:

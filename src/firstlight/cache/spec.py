@@ -47,7 +47,8 @@ class SlotSpec:
     def nbytes(self) -> int:
         """Bytes of one sequence's state in this layer, with alignment."""
         return sum(
-            -(-math.prod(shape) * dtype.itemsize // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for shape, dtype in self.tensors.values()
+            -(-math.prod(shape) * dtype.itemsize // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+            for shape, dtype in self.tensors.values()
         )
 
 

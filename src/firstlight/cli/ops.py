@@ -14,7 +14,9 @@ from firstlight.config import EngineOptions
 def command(
     given: dict[str, Any],
     gpu: Annotated[str, typer.Option("--gpu", help="Bind for this described GPU (h200), which need not be here.")] = "",
-    sites: Annotated[bool, typer.Option("--sites", help="List every call site, not one line for those that agree.")] = False,
+    sites: Annotated[
+        bool, typer.Option("--sites", help="List every call site, not one line for those that agree.")
+    ] = False,
 ) -> None:
     """Show the provider bound to each op of a model, and why the others were refused. Loads no weights."""
     options = load(EngineOptions, given)

@@ -41,7 +41,9 @@ def choose_bucket(buckets: tuple[Bucket, ...], plan: StepPlan, logits: int) -> B
     raise ValueError(f"no bucket holds a step of {needed}; the largest is {buckets[-1]}")
 
 
-def fill(model: CausalModel, table: RequestTable, plan: StepPlan, buckets: tuple[Bucket, ...], page_size: int) -> FilledBatch:
+def fill(
+    model: CausalModel, table: RequestTable, plan: StepPlan, buckets: tuple[Bucket, ...], page_size: int
+) -> FilledBatch:
     """The batch of a plan, sized exactly: nothing is padded where no graph asks for it."""
     device = table.device
     decode, prefill = plan.decode, plan.prefill

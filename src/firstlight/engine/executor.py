@@ -77,7 +77,9 @@ class Executor:
         for move in moves:
             if move.source_place is not Place.DEVICE or move.target_place is not Place.DEVICE:
                 raise ValueError(f"move {move}: this executor moves pages and slots on the device only")
-            if run and (move.kind is not run[0].kind or any(move.source == m.target or move.target == m.target for m in run)):
+            if run and (
+                move.kind is not run[0].kind or any(move.source == m.target or move.target == m.target for m in run)
+            ):
                 self._copy(run)
                 run = []
             run.append(move)

@@ -132,7 +132,18 @@ def bind_only(
         more=sampler.records(buckets, model.config.vocab_size, dtype, hardware),
     )
     return BoundModel(
-        model, sampler, checkpoint, device, dtype, hardware, mesh, binding, buckets, options.max_context or limit, layouts, stored
+        model,
+        sampler,
+        checkpoint,
+        device,
+        dtype,
+        hardware,
+        mesh,
+        binding,
+        buckets,
+        options.max_context or limit,
+        layouts,
+        stored,
     )
 
 

@@ -20,7 +20,9 @@ class Sampler(torch.nn.Module):
         super().__init__()
         self.draw = CallSite(sample)
 
-    def records(self, buckets: Sequence[Bucket], vocabulary: int, dtype: torch.dtype, hardware: Hardware) -> list[Record]:
+    def records(
+        self, buckets: Sequence[Bucket], vocabulary: int, dtype: torch.dtype, hardware: Hardware
+    ) -> list[Record]:
         """What to bind: one call a bucket, at its bound of rows."""
 
         def call(bucket: Bucket) -> Call:

@@ -23,7 +23,9 @@ def detect(device: str) -> Hardware:
     import torch
 
     if not torch.cuda.is_available():
-        raise RuntimeError(f"device {device!r} was asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
+        raise RuntimeError(
+            f"device {device!r} was asked for, but torch {torch.__version__} sees no GPU; use --device cpu"
+        )
     properties = torch.cuda.get_device_properties(device)
     hip = torch.version.hip is not None
     architecture = properties.gcnArchName.split(":")[0] if hip else f"sm_{properties.major}{properties.minor}"

@@ -18,7 +18,9 @@ from firstlight.step import StepBatch
 class DecoderLayer(Module):
     """x += mixer(norm(x)); x += mlp(norm(x)). Each sum is taken by the norm that follows it."""
 
-    def __init__(self, build: Build, name: str, config: TextConfig, mixer: Module, mlp: Module, zero_centred: bool) -> None:
+    def __init__(
+        self, build: Build, name: str, config: TextConfig, mixer: Module, mlp: Module, zero_centred: bool
+    ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = AddNorm(build, f"{name}.input_layernorm", size, eps, zero_centred)

@@ -117,7 +117,9 @@ def parse_rope(text: Mapping[str, Any], head_dim: int) -> Rope:
         if len(sections) != 3 or sum(sections) != dim // 2:
             raise ConfigError(f"config.json: mrope_section {sections} must be three numbers that sum to {dim // 2}")
         if not section.get("mrope_interleaved", False):
-            raise ConfigError("config.json: mrope_section without mrope_interleaved: only the interleaved form is supported")
+            raise ConfigError(
+                "config.json: mrope_section without mrope_interleaved: only the interleaved form is supported"
+            )
         sections = tuple(int(n) for n in sections)
     original = section.get("original_max_position_embeddings") or text.get("max_position_embeddings") or 0
     return Rope(
@@ -151,13 +153,17 @@ def parse_text(raw: Mapping[str, Any], *, head_dim: int | None = None) -> TextCo
         raise ConfigError(f"config.json: hidden_act is {activation!r}; supported: 'silu'")
     kv_heads = read.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ConfigError(f"config.json: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
+        raise ConfigError(
+            f"config.json: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}"
+        )
     if text.get("use_sliding_window") and text.get("sliding_window"):
         raise ConfigError("config.json: use_sliding_window is true; sliding-window attention is not supported")
     experts = read.integer("num_experts", 0, least=0)
     top_k = read.integer("num_experts_per_tok", 0, least=0)
     if experts and not 0 < top_k <= experts:
-        raise ConfigError(f"config.json: num_experts_per_tok is {top_k}; it must be between 1 and num_experts {experts}")
+        raise ConfigError(
+            f"config.json: num_experts_per_tok is {top_k}; it must be between 1 and num_experts {experts}"
+        )
     dense = set(text.get("mlp_only_layers") or ())
     sparse_step = read.integer("decoder_sparse_step", 1)
     return TextConfig(
@@ -205,5 +211,7 @@ def _layer_types(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
         raise ConfigError(f"config.json: layer_types lists {len(listed)} layers, num_hidden_layers is {layers}")
     for kind in listed:
         if kind not in (FULL_ATTENTION, LINEAR_ATTENTION):
-            raise ConfigError(f"config.json: layer type {kind!r} is not supported; supported: full_attention, linear_attention")
+            raise ConfigError(
+                f"config.json: layer type {kind!r} is not supported; supported: full_attention, linear_attention"
+            )
     return tuple(listed[:layers])

@@ -27,7 +27,9 @@ def bind_caches(model: CausalModel, pool: CachePool) -> None:
             module.bind_cache(pool.views[path])
 
 
-def meta_step(model: CausalModel, bucket: Bucket, *, decode_requests: int, page_size: int, shape: Shape | None = None) -> StepBatch:
+def meta_step(
+    model: CausalModel, bucket: Bucket, *, decode_requests: int, page_size: int, shape: Shape | None = None
+) -> StepBatch:
     """A step at a bucket's bounds on the meta device: `decode_requests` one-token rows, the rest prefill."""
 
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -57,7 +59,8 @@ def meta_step(model: CausalModel, bucket: Bucket, *, decode_requests: int, page_
         decode_tokens=decode_requests,
         max_query=bucket.query,
         max_context=bucket.context,
-        shape=shape or Shape(bucket.tokens, bucket.requests, bucket.requests * bucket.context, bucket.tokens * bucket.context),
+        shape=shape
+        or Shape(bucket.tokens, bucket.requests, bucket.requests * bucket.context, bucket.tokens * bucket.context),
     )
 
 
@@ -80,7 +83,11 @@ def record(model: CausalModel, buckets: Sequence[Bucket], hardware: Hardware, pa
     for bucket in buckets:
         observer = _recorder(records, by_path, bucket, hardware)
         # Whole sites (embedding, MLP) see the bucket's bounds either way; decode and prefill sites are met in their own walk.
-        walk(model, meta_step(model, bucket, decode_requests=bucket.requests if bucket.query == 1 else 0, page_size=page_size), observer)
+        walk(
+            model,
+            meta_step(model, bucket, decode_requests=bucket.requests if bucket.query == 1 else 0, page_size=page_size),
+            observer,
+        )
         if bucket.query > 1:
             decode = Bucket(bucket.index, bucket.requests, bucket.requests, 1, bucket.context, bucket.logits)
             walk(model, meta_step(model, decode, decode_requests=bucket.requests, page_size=page_size), observer)

@@ -17,8 +17,6 @@ from firstlight.quant import Weight
 from firstlight.step import StepBatch
 
 
-
-
 class Embedding(Module):
     """ids [T] -> [T, H]; rows with `embed_row` > 0 come from the step's `embeds`."""
 
@@ -30,9 +28,7 @@ class Embedding(Module):
         self.reduces = split and self.group.size > 1
         segment = Segment(f"{name}.weight", vocabulary, 1 if split else None)
         form = build.scheme.format(segment.source)
-        self.declare(
-            "weight", WeightSpec((vocabulary, size), ((segment,),), form, self.group, init="embedding")
-        )
+        self.declare("weight", WeightSpec((vocabulary, size), ((segment,),), form, self.group, init="embedding"))
         self.lookup = CallSite(embedding)
         self.reduce = CallSite(all_reduce)
         self.replace = CallSite(replace_rows)

@@ -111,10 +111,7 @@ def _expert_weights(
         (experts, 2 * intermediate, hidden), (per_expert, fused), form, build.mesh.tp, axis=1, experts=held
     )
     down_forms = tuple(
-        (Segment(source, intermediate, 1),)
-        for source in (f"{one}.down_proj.weight", f"{name}.experts.down_proj")
+        (Segment(source, intermediate, 1),) for source in (f"{one}.down_proj.weight", f"{name}.experts.down_proj")
     )
     form = build.scheme.format(down_forms[0][0].source)
-    return gate_up, WeightSpec(
-        (experts, hidden, intermediate), down_forms, form, build.mesh.tp, axis=2, experts=held
-    )
+    return gate_up, WeightSpec((experts, hidden, intermediate), down_forms, form, build.mesh.tp, axis=2, experts=held)

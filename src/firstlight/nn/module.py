@@ -114,7 +114,9 @@ class WeightSpec:
             for start, stop in segment.ranges or ((0, segment.size),):
                 first, last = max(held.start, skipped), min(held.stop, skipped + stop - start)
                 if first < last:
-                    yield Piece(segment.source, start + first - skipped, start + last - skipped, target + first - held.start)
+                    yield Piece(
+                        segment.source, start + first - skipped, start + last - skipped, target + first - held.start
+                    )
                 skipped += stop - start
             target += held.size
 
@@ -138,7 +140,10 @@ class WeightSpec:
             return False
         size = GGML_TYPES[self.format.dtype].weights
         return any(
-            edge % size for form in self.forms for piece in self.pieces(form) for edge in (piece.start, piece.stop, piece.target)
+            edge % size
+            for form in self.forms
+            for piece in self.pieces(form)
+            for edge in (piece.start, piece.stop, piece.target)
         )
 
     def empty(self, device: torch.device | str) -> Weight:
@@ -174,12 +179,18 @@ class Module(torch.nn.Module):
         setattr(self, attribute, spec.empty("meta"))
 
     def vector(
-        self, attribute: str, source: str, size: int, dtype: torch.dtype, *, init: str, group: Group, unit: int | None = None
+        self,
+        attribute: str,
+        source: str,
+        size: int,
+        dtype: torch.dtype,
+        *,
+        init: str,
+        group: Group,
+        unit: int | None = None,
     ) -> None:
         """Declare a one-dimensional weight in high precision."""
-        self.declare(
-            attribute, WeightSpec((size,), ((Segment(source, size, unit),),), plain(dtype), group, init=init)
-        )
+        self.declare(attribute, WeightSpec((size,), ((Segment(source, size, unit),),), plain(dtype), group, init=init))
 
     cache_spec: CacheSpec | None = None
     """What this module keeps between steps."""

@@ -50,7 +50,9 @@ class Rope:
     def _llama3(self, inverse: torch.Tensor) -> torch.Tensor:
         wavelength = 2 * math.pi / inverse
         low, high = self.original_context / self.low_freq_factor, self.original_context / self.high_freq_factor
-        smooth = (self.original_context / wavelength - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        smooth = (self.original_context / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
         between = (1 - smooth) * inverse / self.factor + smooth * inverse
         scaled = torch.where(wavelength > low, inverse / self.factor, inverse)
         return torch.where((wavelength <= low) & (wavelength >= high), between, scaled)

@@ -35,12 +35,12 @@ from firstlight.ops.cpu_native import register as _register_cpu_native  # noqa: 
 from firstlight.ops.op import REGISTRY, Call, CallSite, Cost, Op, Provider, Shape
 
 __all__ = [
+    "REGISTRY",
     "Call",
     "CallSite",
     "Cost",
     "Op",
     "Provider",
-    "REGISTRY",
     "Shape",
     "add",
     "add_rms_norm",

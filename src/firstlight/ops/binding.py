@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -76,7 +76,9 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, str]:
         key, equals, provider = text.partition("=")
         name = key.partition(".")[0]
         if not equals or name not in REGISTRY:
-            raise BindingError(f"--op {text}: expected OP=PROVIDER or OP.SITE=PROVIDER; ops: {', '.join(sorted(REGISTRY))}")
+            raise BindingError(
+                f"--op {text}: expected OP=PROVIDER or OP.SITE=PROVIDER; ops: {', '.join(sorted(REGISTRY))}"
+            )
         op = REGISTRY[name]
         legal = [REFERENCE, *([PARTS] if op.parts else []), *op.providers]
         if provider not in legal:
@@ -125,7 +127,7 @@ def bind(
     return Binding(binder.layouts, workspace)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _signature(op: Op) -> inspect.Signature:
     signature = inspect.signature(op.body)
     parameters = list(signature.parameters.values())
@@ -202,7 +204,10 @@ class _Binder:
                 for layout in provider.layout.values()
                 if layout != PLAIN and LAYOUTS[layout].accepts(format_of(weight), tuple(weight.shape)) is None
             }
-            best = max(sorted(candidates, key=lambda name: name != PLAIN), key=lambda name: self._score(list(touching[key].values()), key, name))
+            best = max(
+                sorted(candidates, key=lambda name: name != PLAIN),
+                key=lambda name: self._score(list(touching[key].values()), key, name),
+            )
             if best != PLAIN:
                 self.layouts[key] = best
 
@@ -214,7 +219,8 @@ class _Binder:
             willing = [
                 provider.rank
                 for provider in use.op.providers.values()
-                if (provider.name == asked if asked else not provider.lossy) and self.refusal(use, provider, layouts) is None
+                if (provider.name == asked if asked else not provider.lossy)
+                and self.refusal(use, provider, layouts) is None
             ]
             total += max(willing, default=0)
         return total

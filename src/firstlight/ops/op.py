@@ -148,7 +148,9 @@ class Op:
         self.parts = {part.name: part for part in parts}
         self.mutates = dict(mutates or {})
         self.providers: dict[str, Provider] = {}
-        self.reference: Callable[..., Any] = self.compose({part.name: part.reference for part in parts}) if parts else body
+        self.reference: Callable[..., Any] = (
+            self.compose({part.name: part.reference for part in parts}) if parts else body
+        )
         self.__doc__ = body.__doc__
         if name in REGISTRY:
             raise ValueError(f"two ops are named {name}")
@@ -197,7 +199,7 @@ class CallSite(list[Callable[..., Any]]):
     label: tells apart the sites of one op in a module ("decode", "prefill"); overrides may name it.
     """
 
-    __slots__ = ("op", "label", "choices")
+    __slots__ = ("choices", "label", "op")
 
     def __init__(self, op: Op, label: str = "") -> None:
         super().__init__([op.reference])
@@ -215,7 +217,11 @@ def sites(module: torch.nn.Module) -> list[tuple[str, CallSite]]:
             if isinstance(value, CallSite):
                 found.append((prefix + attribute, value))
             elif isinstance(value, dict):
-                found += [(f"{prefix}{attribute}.{key}", item) for key, item in value.items() if isinstance(item, CallSite)]
+                found += [
+                    (f"{prefix}{attribute}.{key}", item) for key, item in value.items() if isinstance(item, CallSite)
+                ]
             elif isinstance(value, list):
-                found += [(f"{prefix}{attribute}.{i}", item) for i, item in enumerate(value) if isinstance(item, CallSite)]
+                found += [
+                    (f"{prefix}{attribute}.{i}", item) for i, item in enumerate(value) if isinstance(item, CallSite)
+                ]
     return found

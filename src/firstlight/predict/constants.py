@@ -14,6 +14,10 @@ of which about 0.3 us is the kernel."""
 SMALL_KERNEL = 2.0 * MICROSECOND
 """What an elementwise kernel takes before bytes count: reading its arguments, one trip to memory and back, and the tail of the
 last block. Conv updates and norms of a few rows measure 1.8 to 2.5 us on an H200."""
+HEAVY_START = {"product": 3.5 * MICROSECOND, "experts": 7.0 * MICROSECOND, "attention": 5.0 * MICROSECOND, "state": 3.5 * MICROSECOND}
+"""What a heavy kernel takes before its roofline counts: filling its pipeline, the tail of its last wave, a second kernel that
+joins splits (attention) or multiplies again (experts). Chosen so that held-out rows of the calibration tables are predicted
+best; an H200's products of few rows take 6 to 10 us "whatever the size", its recurrent decode of one request 4.7 us."""
 EAGER_LAUNCH = 6.0 * MICROSECOND
 """Of the host, for each kernel launched from Python: 4 us in the driver and framework for a tuned one, 8 us for a plain op."""
 STEP_START = 150.0 * MICROSECOND
@@ -59,6 +63,10 @@ EXPERT_LAUNCHES = 4
 """Sorting tokens by expert (2), activation (1), weighted sum (1); the two products are counted with the op."""
 
 # --- trust -------------------------------------------------------------------------------------------------------------
+OTHER_FORMAT, OTHER_GPU, OTHER_ARCHITECTURE = 1.0, 1.0, 4.0
+"""How far (in octaves squared) rows of another format, GPU or architecture stand from the call, on top of their sizes; and as
+far again as the GPUs' balances of operations to bytes differ: a row counts less the less its GPU resembles the one in
+question, and never not at all."""
 TRANSFER_SPREAD = 0.12
 """Standard deviation of ln(time) added where efficiencies come from another GPU or another format: FP8 products of the same
 size reach 0.92 of an H20's peak and 0.66 to 0.73 of an H800's, so a transfer between those would be off by 0.27; between GPUs

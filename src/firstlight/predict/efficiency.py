@@ -1,8 +1,9 @@
 """How much of the floor's speed a kernel reaches: interpolated in log space from what was measured.
 
-For a call of fixed static sizes, efficiency is a curve over one size of the step (tokens of a product, keys of a decode
-attention, query length of a prefill attention). Every measured row pulls on it with a weight that falls with the fourth power
-of its distance in octaves, so near rows decide and far ones only set the level: no row is ever taken as it is.
+A kernel takes a start, then its floor over an efficiency. For a call of fixed static sizes, efficiency is a curve over one
+size of the step (tokens of a product, keys of a decode attention, query length of a prefill attention). Every measured row of
+the op pulls on it with a weight that falls with the sixth power of its distance in octaves. Rows of other formats and GPUs
+count too, from farther off. So near rows decide, far ones set the level, and no row is ever taken as it is.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from functools import lru_cache
 import numpy as np
 
 from firstlight.hardware import GPUS, Hardware
-from firstlight.hardware.calibration import Measured, all_tables
+from firstlight.hardware.calibration import all_tables
 from firstlight.predict import constants
-from firstlight.predict.floor import FAMILIES, Floor, Sizes
+from firstlight.predict.floor import FAMILIES
 from firstlight.predict.shape import Numbers
 
 GRID = np.exp2(np.arange(0, 27, 0.25))
@@ -42,67 +43,85 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class _Points:
-    """A table's rows as points: log2 sizes [n, axes], efficiency [n]."""
+class Points:
+    """All rows of an op, of all tables. where: log2 of sizes [n, axes]; table: which it is from; floor, seconds: [n]."""
 
     where: Numbers
+    table: Numbers
+    floor: Numbers
+    seconds: Numbers
     efficiency: Numbers
 
 
 @lru_cache(maxsize=None)
-def _points(index: int) -> _Points:
-    table = all_tables()[index]
-    family = FAMILIES[table.op, table.label]
-    where, efficiency = [], []
-    for sizes, seconds in table.rows:
-        given = dict(zip(table.axes, sizes, strict=True))
-        floor = family.floor(given, GPUS[table.gpu], table.format)
-        where.append([math.log2(max(value, 1.0)) for value in family.place(given)])
-        efficiency.append(min(floor / seconds, 1.0))
-    return _Points(np.array(where), np.array(efficiency))
+def points_of(op: str, label: str) -> Points | None:
+    """The measured rows of an op, or None."""
+    family = FAMILIES.get((op, label))
+    where, origin, floors, seconds = [], [], [], []
+    for i, table in enumerate(all_tables()):
+        if family is None or (table.op, table.label) != (op, label):
+            continue
+        for sizes, measured in table.rows:
+            given = dict(zip(table.axes, sizes, strict=True))
+            where.append(_log(family.place(given)))
+            floors.append(family.floor(given, GPUS[table.gpu], table.format))
+            seconds.append(measured)
+            origin.append(i)
+    if family is None or not where:
+        return None
+    floor, time = np.array(floors), np.array(seconds)
+    efficiency = np.minimum(floor / np.maximum(time - constants.HEAVY_START[family.kind], floor), 1.0)
+    return Points(np.array(where), np.array(origin), floor, time, efficiency)
 
 
-def _weights(points: Numbers, place: Numbers) -> Numbers:
+def _log(place: tuple[float, ...]) -> list[float]:
+    return [math.log2(max(value, 2.0**-10)) for value in place]
+
+
+def _apart(table: int, gpu: str, form: str, hardware: Hardware) -> float:
+    """How far a table's rows stand from a call, whatever their sizes: octaves squared."""
+    other = all_tables()[table]
+    distance = constants.OTHER_FORMAT if other.format != form else 0.0
+    if other.gpu == gpu:
+        return distance
+    distance += constants.OTHER_GPU + (_balance(GPUS[other.gpu]) - _balance(hardware)) ** 2
+    return distance + (constants.OTHER_ARCHITECTURE if GPUS[other.gpu].architecture != hardware.architecture else 0.0)
+
+
+def _balance(hardware: Hardware) -> float:
+    return math.log2(hardware.peak.get("bfloat16", 1.0) / max(hardware.bandwidth, 1.0))
+
+
+def _weights(points: Points, places: Numbers, apart: Numbers) -> Numbers:
     """Weights of the rows [n] at places [m, axes]: [m, n], each row summing to 1."""
-    distance = ((place[:, None, :] - points[None, :, :]) ** 2).sum(-1)
-    weight = 1.0 / (distance + SOFTENING) ** 2
+    inside = np.clip(places, points.where.min(0), points.where.max(0))
+    distance = ((inside[:, None, :] - points.where[None, :, :]) ** 2).sum(-1) + apart
+    weight = 1.0 / (distance + SOFTENING) ** 3
     return weight / weight.sum(-1, keepdims=True)
 
 
-def _interpolate(points: _Points, place: Numbers) -> Numbers:
-    return np.exp(_weights(points.where, place) @ np.log(points.efficiency))
+@lru_cache(maxsize=None)
+def held_out(op: str, label: str, table: int) -> Numbers:
+    """ln(predicted / measured time) of each row of a table, predicted from the rows of all other shapes."""
+    points = points_of(op, label)
+    assert points is not None
+    about = all_tables()[table]
+    gpu = GPUS[about.gpu]
+    apart = np.array([_apart(int(i), about.gpu, about.format, gpu) for i in points.table])
+    rows = np.flatnonzero(points.table == table)
+    distance = ((points.where[rows][:, None, :] - points.where[None, :, :]) ** 2).sum(-1)
+    weight = 1.0 / (distance + apart + SOFTENING) ** 3
+    weight[(distance < 1e-12) & (points.table == table)] = 0.0
+    efficiency = np.exp(weight @ np.log(points.efficiency) / weight.sum(-1))
+    start = constants.HEAVY_START[FAMILIES[op, label].kind]
+    return np.log((start + points.floor[rows] / efficiency) / points.seconds[rows])
 
 
 @lru_cache(maxsize=None)
-def leave_one_out(index: int) -> Numbers:
-    """ln(measured time / predicted time) of each row of a table, predicted from the rows of all other shapes."""
-    points = _points(index)
-    distance = ((points.where[:, None, :] - points.where[None, :, :]) ** 2).sum(-1)
-    weight = np.where(distance < 1e-12, 0.0, 1.0 / (distance + SOFTENING) ** 2)
-    predicted = (weight @ np.log(points.efficiency)) / np.maximum(weight.sum(-1), 1e-300)
-    return predicted - np.log(points.efficiency)
-
-
-@lru_cache(maxsize=None)
-def spread_of(index: int) -> float:
-    """Half of what holds the middle 80 % of a table's held-out errors, as a standard deviation."""
-    low, high = np.quantile(leave_one_out(index), [0.1, 0.9])
-    return float(high - low) / 2 / constants.QUANTILE_80
-
-
-def _rank(table: Measured, hardware: Hardware, name: str, form: str) -> tuple[bool, bool, float, bool]:
-    """Which table stands nearest: this GPU's, then the architecture's, then one of like balance, then the format's."""
-
-    def balance(gpu: Hardware) -> float:
-        return math.log(gpu.peak.get("bfloat16", 1.0) / max(gpu.bandwidth, 1.0))
-
-    other = GPUS[table.gpu]
-    return (
-        table.gpu != name,
-        other.architecture != hardware.architecture,
-        round(abs(balance(other) - balance(hardware)), 2),
-        table.format != form,
-    )
+def spread_of(op: str, label: str, table: int) -> float:
+    """What holds the middle 80 % of a table's held-out errors, as a standard deviation."""
+    reach = np.quantile(np.abs(held_out(op, label, table)), 0.8)
+    return float(reach) / constants.QUANTILE_80
 
 
 def gpu_key(hardware: Hardware) -> str:
@@ -110,49 +129,40 @@ def gpu_key(hardware: Hardware) -> str:
     return next((key for key, gpu in GPUS.items() if gpu.name == hardware.name), "")
 
 
-def curve(op: str, label: str, hardware: Hardware, form: str, sizes: Mapping[str, int], default: float) -> Curve:
+def curve(op: str, label: str, hardware: Hardware, form: str, sizes: Mapping[str, float], default: float) -> Curve:
     """Efficiency of an op with these static sizes. default: what stands in where nothing was measured."""
-    return _curve(op, label, hardware.name, form, tuple(sorted(sizes.items())), default, _Key(hardware))
-
-
-class _Key:
-    """A hardware description that hashes by what the choice of a table depends on."""
-
-    def __init__(self, hardware: Hardware) -> None:
-        self.hardware = hardware
-        self.key = (hardware.name, hardware.architecture)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and other.key == self.key
+    gpu = gpu_key(hardware)
+    described = GPUS.get(gpu, hardware)  # a "what if" with other peaks has the efficiencies of the real one
+    balance = (described.architecture, _balance(described))
+    return _curve(op, label, gpu, form, tuple(sorted(sizes.items())), default, balance)
 
 
 @lru_cache(maxsize=4096)
 def _curve(
-    op: str, label: str, name: str, form: str, sizes: tuple[tuple[str, int], ...], default: float, key: _Key
+    op: str,
+    label: str,
+    gpu: str,
+    form: str,
+    sizes: tuple[tuple[str, float], ...],
+    default: float,
+    balance: tuple[str, float],
 ) -> Curve:
-    gpu = gpu_key(key.hardware)
-    described = GPUS.get(gpu, key.hardware)
-    fitting = [i for i, table in enumerate(all_tables()) if (table.op, table.label) == (op, label)]
-    if not fitting:
+    points = points_of(op, label)
+    if points is None:
         return Curve(np.full_like(GRID, default), "datasheet", constants.DATASHEET_SPREAD, "predict/constants.py")
-    ranks = {i: _rank(all_tables()[i], described, gpu, form) for i in fitting}
-    best = min(ranks.values())
-    chosen = [i for i in fitting if ranks[i] == best]
-    table = all_tables()[chosen[0]]
     family = FAMILIES[op, label]
-    points = [_points(i) for i in chosen]
-    joined = _Points(np.concatenate([p.where for p in points]), np.concatenate([p.efficiency for p in points]))
-    places = np.array([[math.log2(max(v, 1.0)) for v in family.place({**dict(sizes), family.along: size})] for size in GRID])
-    own = table.gpu == gpu and table.format == form
-    spread = max(spread_of(i) for i in chosen)
-    if not own:
+    like = Hardware("", "", balance[0], peak={"bfloat16": 2.0 ** balance[1]}, bandwidth=1.0)
+    tables = {int(i) for i in points.table}
+    apart = {i: _apart(i, gpu, form, like) for i in tables}
+    places = np.array([_log(family.place({**dict(sizes), family.along: size})) for size in GRID])
+    weights = _weights(points, places, np.array([apart[int(i)] for i in points.table]))
+    values = np.exp(weights @ np.log(points.efficiency))
+    pull = {i: float(weights[:, points.table == i].sum()) / len(GRID) for i in tables}
+    nearest = max(tables, key=lambda i: pull[i])
+    own = sum(pull[i] for i in tables if apart[i] == 0.0)
+    spread = spread_of(op, label, nearest)
+    if own < 0.5:
         spread = math.hypot(spread, constants.TRANSFER_SPREAD)
-    sources = ", ".join(f"{all_tables()[i].provider} on {all_tables()[i].gpu}" for i in chosen)
-    origin = "interpolated" if own else "transferred"
-    return Curve(_interpolate(joined, places), origin, spread, sources, table.includes)
-
-
-__all__ = ["GRID", "Curve", "Floor", "Sizes", "curve", "gpu_key", "leave_one_out", "spread_of"]
+    about = all_tables()[nearest]
+    origin = "interpolated" if own >= 0.5 else "transferred"
+    return Curve(values, origin, spread, f"{about.provider} on {about.gpu}", about.includes)

@@ -13,7 +13,7 @@ import numpy as np
 
 from firstlight.hardware import Hardware
 from firstlight.predict import constants
-from firstlight.predict.shape import Numbers, distinct_experts
+from firstlight.predict.shape import Numbers
 
 Sizes = Mapping[str, float]
 BYTES = {"bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "float32": 4.0}
@@ -41,8 +41,13 @@ def padded_experts(assignments: Numbers, used: Numbers) -> Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """An op in tables. floor: seconds at the peaks. place: where a row stands, in sizes. along: the size that a step sets."""
+    """An op in tables.
 
+    kind: whose start it has. floor: seconds at the peaks. place: where a row stands; a size counts as its logarithm, so a power
+    of it by as much more or less. along: the size that a step sets.
+    """
+
+    kind: str
     floor: Callable[[Sizes, Hardware, str], float]
     place: Callable[[Sizes], tuple[float, ...]]
     along: str
@@ -105,19 +110,33 @@ def _keys(sizes: Sizes) -> float:
 
 
 FAMILIES: dict[tuple[str, str], Floor] = {
-    ("linear", ""): Floor(_linear, lambda s: (s["tokens"], s["rows"], s["columns"]), "tokens"),
+    ("linear", ""): Floor(
+        "product",
+        _linear,
+        lambda s: (s["tokens"], s["rows"] * s["columns"], (s["rows"] / s["columns"]) ** 0.5),
+        "tokens",
+    ),
     ("experts", ""): Floor(
+        "experts",
         _experts,
         lambda s: (s["assigned"] if "assigned" in s else expert_tokens(s), s["experts"], s["hidden"] * s["intermediate"]),
         "assigned",
     ),
     ("attention", "decode"): Floor(
-        _attention, lambda s: (_keys(s) * s["kv_heads"], (s["heads"] / s["kv_heads"]) ** 2, s["head_dim"]), "keys"
+        "attention",
+        _attention,
+        lambda s: (_keys(s) * s["kv_heads"], (s["heads"] / s["kv_heads"]) ** 2, s["head_dim"]),
+        "keys",
     ),
-    ("attention", "prefill"): Floor(_attention, lambda s: (s["query"], s["heads"] ** 0.5, s["head_dim"]), "query"),
-    ("latent_attention", "decode"): Floor(_latent_decode, lambda s: (_keys(s), s["heads"]), "keys"),
-    ("latent_attention", "prefill"): Floor(_latent_prefill, lambda s: (s["query"], s["heads"] ** 0.5), "query"),
-    ("gated_delta_rule", "decode"): Floor(_delta_decode, lambda s: (s["requests"] * s["heads"], s["value_dim"]), "requests"),
+    ("attention", "prefill"): Floor(
+        "attention", _attention, lambda s: (s["query"], s["heads"] ** 0.5, s["head_dim"]), "query"
+    ),
+    ("latent_attention", "decode"): Floor("attention", _latent_decode, lambda s: (_keys(s), s["heads"]), "keys"),
+    ("latent_attention", "prefill"): Floor(
+        "attention", _latent_prefill, lambda s: (s["query"], s["heads"] ** 0.5), "query"
+    ),
+    ("gated_delta_rule", "decode"): Floor(
+        "state", _delta_decode, lambda s: (s["requests"] * s["heads"], s["value_dim"]), "requests"
+    ),
 }
 """By (op, label)."""
-_ = distinct_experts

@@ -193,43 +193,61 @@ class StepModel:
     def _work(
         self, kernel: Kernel, efficiency: Curve, flops: Numbers, moved: Numbers, variables: Numbers, processors: float
     ) -> Numbers:
-        """Seconds of a heavy kernel: its roofline, tiles filled, at its efficiency; never falling as the step grows."""
+        """Seconds of a heavy kernel: a start, then its roofline at its efficiency."""
+        start = constants.HEAVY_START[kernel.kind] * kernel.launches
         rate = peak(self.hardware, kernel.dtype or "float32") * processors
-        sizes = kernel.dims.sizes
-        if kernel.kind == "product":
-            per_token = 2.0 * sizes["rows"] * sizes["columns"]
-            size = flops / per_token
-            filled = padded(size) * per_token
-        elif kernel.kind == "experts":
-            per_row = 6.0 * sizes["hidden"] * sizes["intermediate"]
-            assignments = flops / per_row
-            used = variables[INDEX["distinct"]] * sizes["experts"]
-            filled = padded_experts(assignments, used) * per_row * (assignments > 0)
-            size = assignments / sizes["experts"]
-        elif kernel.label == "decode" or kernel.kind == "state":
-            name = "keys" if kernel.kind == "attention" else f"{kernel.label}_requests"
-            size, filled = variables[INDEX[name]], flops
-            if kernel.kind == "state":
-                filled = flops if kernel.label == "decode" else flops / constants.PREFILL_STATE_PEAK
-                rate = peak(self.hardware, "bfloat16") * processors
-        else:
-            rows = np.maximum(variables[INDEX["prefill_requests"]], 1)
-            size, filled = variables[INDEX["prefill_tokens"]] / rows, flops
+        if kernel.kind in ("product", "experts"):
+            size = self._tokens(kernel, flops)
+            times = self._curve_of_times(kernel, efficiency, processors)
+            return np.exp(np.interp(np.log2(np.maximum(size, 1.0)), np.log2(GRID), times)) * (size > 0) + start * (size > 0)
+        roofline = np.maximum(flops / rate, moved / self.hardware.bandwidth)
+        active = (flops > 0) | (moved > 0)
         if kernel.kind == "state" and kernel.label == "prefill":
-            return np.maximum(filled / rate, moved / self.hardware.bandwidth / constants.STREAM_BANDWIDTH)
-        if kernel.kind == "product":
-            return self._product(kernel, efficiency, size, rate)
-        return np.maximum(filled / rate, moved / self.hardware.bandwidth) / efficiency.at(size)
+            # Chunks are multiplied by the matrix units, with more operations than the recurrence has.
+            rate = peak(self.hardware, "bfloat16") * processors * constants.PREFILL_STATE_PEAK
+            memory = moved / self.hardware.bandwidth / constants.STREAM_BANDWIDTH
+            return np.maximum(flops / rate, memory) + start * active
+        if kernel.label == "prefill":
+            size = variables[INDEX["prefill_tokens"]] / np.maximum(variables[INDEX["prefill_requests"]], 1)
+        else:
+            size = variables[INDEX["keys" if kernel.kind == "attention" else "decode_requests"]]
+        return roofline / efficiency.at(size) + start * active
 
-    def _product(self, kernel: Kernel, efficiency: Curve, tokens: Numbers, rate: float) -> Numbers:
-        """A product depends on its tokens alone, so its time is kept as a curve that never falls."""
+    @staticmethod
+    def _tokens(kernel: Kernel, flops: Numbers) -> Numbers:
+        """Rows of a product; tokens of this rank for experts."""
         sizes = kernel.dims.sizes
-        per_token = 2.0 * sizes["rows"] * sizes["columns"]
-        grid_moved = kernel.moved[0] + GRID * (kernel.moved[1:].max() if kernel.moved[1:].any() else 0.0)
-        grid = np.maximum(padded(GRID) * per_token / rate, grid_moved / self.hardware.bandwidth) / efficiency.values
-        rising = np.maximum.accumulate(grid)
-        times = np.exp(np.interp(np.log2(np.maximum(tokens, 1.0)), np.log2(GRID), np.log(rising)))
-        return times * (tokens > 0)
+        if kernel.kind == "product":
+            return flops / (2.0 * sizes["rows"] * sizes["columns"])
+        return flops / (6.0 * sizes["hidden"] * sizes["intermediate"] * sizes["top_k"])
+
+    def _curve_of_times(self, kernel: Kernel, efficiency: Curve, processors: float) -> Numbers:
+        """ln(seconds) of a product over GRID tokens: it depends on nothing else. It never falls as tokens are added."""
+        key = (id(kernel), processors)
+        if key not in self._times:
+            sizes = kernel.dims.sizes
+            rate = peak(self.hardware, kernel.dtype) * processors
+            per_token = kernel.moved[1:].copy()
+            per_token[INDEX["distinct"] - 1] = 0.0
+            moved = kernel.moved[0] + GRID * per_token.max()
+            if kernel.kind == "product":
+                operations = padded(GRID) * 2.0 * sizes["rows"] * sizes["columns"]
+                size = GRID
+            else:
+                replicas = self.mesh.dp.size if self.mesh.ep.size > 1 else 1
+                used = distinct_experts(self.model.experts, self.model.top_k, GRID * replicas, self.conditions.skew)
+                moved = moved + used * kernel.moved[INDEX["distinct"]]
+                assignments = GRID * sizes["top_k"]
+                rows = padded_experts(assignments, used * sizes["experts"])
+                operations = rows * 6.0 * sizes["hidden"] * sizes["intermediate"]
+                size = assignments / sizes["experts"]
+            times = np.maximum(operations / rate, moved / self.hardware.bandwidth) / efficiency.at(size)
+            self._times[key] = np.log(np.maximum.accumulate(times))
+        return self._times[key]
+
+    @cached_property
+    def _times(self) -> dict[tuple[int, float], Numbers]:
+        return {}
 
     def _sum(self, shape: StepShape, items: list[KernelTime], hidden: Numbers) -> StepTime:
         total = np.sum([item.seconds for item in items], axis=0)

@@ -2,7 +2,6 @@
 
 from firstlight.quant.format import PLAIN, Format, Packed, Weight, dtype_name, format_of, nbytes, plain
 from firstlight.quant.layouts import LAYOUTS, Layout, register_layout, repack, unpack
-
 from firstlight.quant.scheme import SCALE_SUFFIX, BlockFp8, GgufBlocks, Scheme, scheme_of
 
 __all__ = [
@@ -10,12 +9,11 @@ __all__ = [
     "PLAIN",
     "SCALE_SUFFIX",
     "BlockFp8",
-    "GgufBlocks",
-    "Scheme",
-    "scheme_of",
     "Format",
+    "GgufBlocks",
     "Layout",
     "Packed",
+    "Scheme",
     "Weight",
     "dtype_name",
     "format_of",
@@ -23,5 +21,6 @@ __all__ = [
     "plain",
     "register_layout",
     "repack",
+    "scheme_of",
     "unpack",
 ]

@@ -55,7 +55,7 @@ class Format:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """"bfloat16" for torch.bfloat16."""
+    """ "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 

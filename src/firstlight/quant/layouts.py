@@ -54,7 +54,9 @@ def repack(weight: Weight, layout: str) -> Weight:
         return weight
     target = LAYOUTS[layout]
     if reason := target.accepts(format_of(weight), tuple(weight.shape)):
-        raise ValueError(f"layout {layout} can't hold a {format_of(weight)} weight of shape {tuple(weight.shape)}: {reason}")
+        raise ValueError(
+            f"layout {layout} can't hold a {format_of(weight)} weight of shape {tuple(weight.shape)}: {reason}"
+        )
     return target.pack(weight)
 
 

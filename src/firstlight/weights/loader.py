@@ -21,9 +21,7 @@ from firstlight.weights.freed_memory import release_freed_memory
 from firstlight.weights.stored import Range, StoredTensor
 
 
-def published_names(
-    model_class: type[CausalModel], tensors: Mapping[str, StoredTensor]
-) -> dict[str, StoredTensor]:
+def published_names(model_class: type[CausalModel], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Stored tensors under the names that the model's modules use.
 
     Raises CheckpointError if two tensors end up with one name.

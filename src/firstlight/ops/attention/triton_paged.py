@@ -76,11 +76,11 @@ def choose_tiles(
 
 
 def choose_splits(programs: int, most: int, slots: int) -> int:
-    """The split of contexts that fills `slots` concurrent programs best; each split costs its partial result."""
+    """The split of contexts that fills `slots` concurrent programs best; each wave of programs costs its start."""
 
     def time(splits: int) -> float:
         waves = -(-programs * splits // slots)
-        return waves * slots / (programs * splits) * (1 + 0.01 * (splits - 1) * programs / slots)
+        return waves * slots / (programs * splits) + 0.02 * waves
 
     return min(range(1, max(1, min(64, most)) + 1), key=time)
 

@@ -135,6 +135,7 @@ def run(
         BLOCK_V=tiles.rows,
         STAGES=tiles.stages,
         W=conv_weight.shape[1],
+        TAPS=1 << (conv_weight.shape[1] - 1).bit_length(),
         WHOLE=tiles.rows == value_dim,
         ROUND_PRODUCT=promoted == mixed.dtype and promoted.itemsize == 2,
         num_warps=tiles.warps,

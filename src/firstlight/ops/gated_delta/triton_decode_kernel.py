@@ -1,8 +1,7 @@
 """The kernel of `triton_decode`. Letters: B T H HK HV K V as in the op; W taps of the convolution.
 
 A state goes by in tiles [BLOCK_V, K], fetched ahead of their use, or at once (WHOLE), which is quicker as long as there are
-fewer programs than multiprocessors. The request's row of the output holds v until o takes its place, tile by tile, and o
-until the norm has seen all of it: both are rounded to the output's dtype anyway, and what one thread wrote there others read.
+fewer programs than multiprocessors. v and o wait in registers as [V / BLOCK_V, BLOCK_V], a row for each tile.
 """
 
 from __future__ import annotations
@@ -23,42 +22,53 @@ def softplus(x):
 
 @triton.jit
 def convolve(
-    x, weight_ptr, window_ptr, o_c, has_window, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W: tl.constexpr
+    x_ptr,
+    weight_ptr,
+    window_ptr,
+    o_c,
+    has_window,
+    weight_stride_c,
+    weight_stride_w,
+    conv_stride_c,
+    conv_stride_w,
+    W: tl.constexpr,
+    TAPS: tl.constexpr,
 ):
-    """silu of the convolution of channels o_c, whose newest column is x; in x's dtype."""
-    total = x.to(tl.float32) * tl.load(weight_ptr + o_c * weight_stride_c + (W - 1) * weight_stride_w).to(tl.float32)
-    for j in tl.static_range(W - 1):
-        column = tl.load(window_ptr + o_c * conv_stride_c + j * conv_stride_w, mask=has_window & (o_c >= 0), other=0.0)
-        total += column.to(tl.float32) * tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w).to(tl.float32)
-    return silu(total).to(x.dtype)
+    """(silu of the convolution of channels o_c, in x's dtype; the window [C, TAPS] before the token; the one after it).
+
+    Everything is read here, at once, so that windows can be written later from registers alone.
+    """
+    o_w = tl.arange(0, TAPS)[None, :]
+    p_window = window_ptr + o_c[:, None] * conv_stride_c + o_w * conv_stride_w
+    older = tl.load(p_window, mask=has_window & (o_w < W - 1) & (o_c[:, None] >= 0), other=0.0)
+    newer = tl.load(p_window + conv_stride_w, mask=has_window & (o_w < W - 2) & (o_c[:, None] >= 0), other=0.0)
+    p_weight = weight_ptr + o_c[:, None] * weight_stride_c + o_w * weight_stride_w
+    weight = tl.load(p_weight, mask=(o_w < W) & (o_c[:, None] >= 0), other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + o_c)
+    columns = tl.where(o_w == W - 1, x[:, None].to(tl.float32), older.to(tl.float32))
+    y = silu(tl.sum(columns * weight, 1)).to(x.dtype)
+    return y, older, tl.where(o_w == W - 2, x[:, None].to(older.dtype), newer)
 
 
 @triton.jit
-def store_window(x, source_ptr, target_ptr, o_c, has_window, moves, conv_stride_c, conv_stride_w, W: tl.constexpr):
-    """The window after x, or the one before it unless `moves`. Source and target may be the same: columns go in order."""
-    for j in tl.static_range(W - 1):
-        here = tl.load(source_ptr + o_c * conv_stride_c + j * conv_stride_w, mask=has_window & (o_c >= 0), other=0.0)
-        if j < W - 2:
-            newer = tl.load(
-                source_ptr + o_c * conv_stride_c + (j + 1) * conv_stride_w, mask=has_window & (o_c >= 0), other=0.0
-            )
-        else:
-            newer = x.to(here.dtype)
-        tl.store(target_ptr + o_c * conv_stride_c + j * conv_stride_w, tl.where(moves, newer, here))
+def store_window(
+    pool_ptr, o_c, older, newer, moves, conv_stride_c, conv_stride_w, W: tl.constexpr, TAPS: tl.constexpr
+):
+    o_w = tl.arange(0, TAPS)[None, :]
+    p_window = pool_ptr + o_c[:, None] * conv_stride_c + o_w * conv_stride_w
+    tl.store(p_window, tl.where(moves, newer, older), mask=(o_w < W - 1) & (o_c[:, None] >= 0))
 
 
 @triton.jit
-def advance(tile, v_ptr, q, k, decay, beta, moves, BLOCK_V: tl.constexpr):
+def advance(tile, v, q, k, decay, beta, overlap, moves):
     """(rows of the state after the token, or as they are unless `moves`; what the query reads from them).
 
     S' = decay S + u k^T, so S' q = decay (S q) + u (k . q): key and query meet the state as it was read.
     """
-    o_v = tl.arange(0, BLOCK_V)
-    v = tl.load(v_ptr + o_v, mask=moves & (o_v >= 0), other=0.0).to(tl.float32)
     held = tl.sum(tile * k[None, :], 1)
     answer = tl.sum(tile * q[None, :], 1)
     update = beta * (v - decay * held)
-    o = decay * answer + update * tl.sum(k * q, 0)
+    o = decay * answer + update * overlap
     fade = tl.where(moves, decay, 1.0)
     added = tl.where(moves, update, 0.0)[:, None] * tl.where(moves, k, 0.0)[None, :]
     return tile * fade + added, o
@@ -102,6 +112,7 @@ def gated_delta_decode_kernel(
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
     W: tl.constexpr,
+    TAPS: tl.constexpr,
     WHOLE: tl.constexpr,
     ROUND_PRODUCT: tl.constexpr,
 ):
@@ -118,6 +129,7 @@ def gated_delta_decode_kernel(
 
     o_k = tl.arange(0, K)
     o_v = tl.arange(0, V)
+    o_n = tl.arange(0, V // BLOCK_V)[:, None]
     o_s = tl.arange(0, BLOCK_V)[:, None] * K + o_k[None, :]
     held_ptr = state_pool_ptr + source * state_stride_slot + i_hv * (V * K)
     tile = tl.zeros([BLOCK_V, K], tl.float32)
@@ -130,76 +142,71 @@ def gated_delta_decode_kernel(
     c_q = i_hk * K + o_k
     c_k = HK * K + c_q
     c_v = 2 * HK * K + i_hv * V + o_v
-    x_q = tl.load(x_ptr + c_q)
-    x_k = tl.load(x_ptr + c_k)
-    x_v = tl.load(x_ptr + c_v)
-    v = convolve(x_v, conv_weight_ptr, window_ptr, c_v, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W)
-    q = convolve(x_q, conv_weight_ptr, window_ptr, c_q, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W)
-    k = convolve(x_k, conv_weight_ptr, window_ptr, c_k, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W)
+    q, older_q, newer_q = convolve(x_ptr, conv_weight_ptr, window_ptr, c_q, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
+    k, older_k, newer_k = convolve(x_ptr, conv_weight_ptr, window_ptr, c_k, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
+    v, older_v, newer_v = convolve(x_ptr, conv_weight_ptr, window_ptr, c_v, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
     a = tl.load(a_ptr + row * a_stride_t + i_hv).to(tl.float32) + tl.load(dt_bias_ptr + i_hv).to(tl.float32)
     decay = tl.exp(-tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32)) * softplus(a))
     beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + row * b_stride_t + i_hv).to(tl.float32)))
     z = tl.load(z_ptr + row * z_stride_t + i_hv * V + o_v).to(tl.float32)
     norm_weight = tl.load(norm_weight_ptr + o_v).to(tl.float32)
-    row_ptr = out_ptr + row * (HV * V) + i_hv * V
-    tl.store(row_ptr + o_v, v, mask=has_token & (o_v >= 0))
 
-    # Windows: a value head's own channels at once, the key head's by the last of its readers.
-    tl.debug_barrier()
-    writes = (target > 0) | (exports_count > 0)
-    last = writes
-    if GROUP > 1:
-        if writes:
-            last = tl.atomic_add(tickets_ptr + i_r * HK + i_hk, 1, sem="acq_rel") == GROUP - 1
-    for i_e in range(exports_count):
-        slot = tl.load(exports_ptr + 3 * i_e + 2).to(tl.int64)
-        if (tl.load(exports_ptr + 3 * i_e) == i_r) & (slot > 0):
-            moves = (tl.load(exports_ptr + 3 * i_e + 1) > 0) & has_token
-            copy_ptr = conv_pool_ptr + slot * conv_stride_slot
-            store_window(x_v, window_ptr, copy_ptr, c_v, has_state, moves, conv_stride_c, conv_stride_w, W)
-            if last:
-                store_window(x_q, window_ptr, copy_ptr, c_q, has_state, moves, conv_stride_c, conv_stride_w, W)
-                store_window(x_k, window_ptr, copy_ptr, c_k, has_state, moves, conv_stride_c, conv_stride_w, W)
-    if target > 0:
-        copy_ptr = conv_pool_ptr + target * conv_stride_slot
-        store_window(x_v, window_ptr, copy_ptr, c_v, has_state, has_token, conv_stride_c, conv_stride_w, W)
-        if last:
-            store_window(x_q, window_ptr, copy_ptr, c_q, has_state, has_token, conv_stride_c, conv_stride_w, W)
-            store_window(x_k, window_ptr, copy_ptr, c_k, has_state, has_token, conv_stride_c, conv_stride_w, W)
-    if GROUP > 1:
-        if last:
-            tl.store(tickets_ptr + i_r * HK + i_hk, 0)
-
-    dtype = x_q.dtype
+    dtype = q.dtype
     q = q.to(tl.float32)
     k = k.to(tl.float32)
     q = (q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * K**-0.5)).to(dtype).to(tl.float32)
     k = (k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)).to(dtype).to(tl.float32)
+    overlap = tl.sum(k * q, 0)
+    values = tl.reshape(v.to(tl.float32), [V // BLOCK_V, BLOCK_V])
+
+    # Every thread of this program has read its windows; the last program to say so writes the key head's part.
+    tl.debug_barrier()
+    last = (target > 0) | (exports_count > 0)
+    if GROUP > 1:
+        if last:
+            last = tl.atomic_add(tickets_ptr + i_r * HK + i_hk, 1, sem="acq_rel") == GROUP - 1
 
     for i_e in range(exports_count):
         slot = tl.load(exports_ptr + 3 * i_e + 2).to(tl.int64)
         after = tl.load(exports_ptr + 3 * i_e + 1)
-        if (tl.load(exports_ptr + 3 * i_e) == i_r) & (slot > 0) & (after <= 1):
+        if (tl.load(exports_ptr + 3 * i_e) == i_r) & (slot > 0):
             moves = (after > 0) & has_token
-            copy_ptr = state_pool_ptr + slot * state_stride_slot + i_hv * (V * K)
-            for i_v in range(0, V, BLOCK_V):
-                exported = tl.load(held_ptr + i_v * K + o_s, mask=has_state & (o_s >= 0), other=0.0)
-                exported, _ = advance(exported, row_ptr + i_v, q, k, decay, beta, moves, BLOCK_V)
-                tl.store(copy_ptr + i_v * K + o_s, exported)
-    copy_ptr = state_pool_ptr + target * state_stride_slot + i_hv * (V * K)
-    for i_v in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-        if not WHOLE:
-            tile = tl.load(held_ptr + i_v * K + o_s, mask=has_state & (o_s >= 0), other=0.0)
-        written, o = advance(tile, row_ptr + i_v, q, k, decay, beta, has_token, BLOCK_V)
-        tl.store(copy_ptr + i_v * K + o_s, written, mask=(target > 0) & (o_s >= 0))
-        o_t = i_v + tl.arange(0, BLOCK_V)
-        tl.store(row_ptr + o_t, o.to(dtype), mask=has_token & (o_t >= 0))
+            copy_ptr = conv_pool_ptr + slot * conv_stride_slot
+            store_window(copy_ptr, c_v, older_v, newer_v, moves, conv_stride_c, conv_stride_w, W, TAPS)
+            if last:
+                store_window(copy_ptr, c_q, older_q, newer_q, moves, conv_stride_c, conv_stride_w, W, TAPS)
+                store_window(copy_ptr, c_k, older_k, newer_k, moves, conv_stride_c, conv_stride_w, W, TAPS)
+            if after <= 1:
+                written_ptr = state_pool_ptr + slot * state_stride_slot + i_hv * (V * K)
+                for i_n in range(0, V // BLOCK_V):
+                    exported = tl.load(held_ptr + i_n * (BLOCK_V * K) + o_s, mask=has_state & (o_s >= 0), other=0.0)
+                    v_n = tl.sum(tl.where(o_n == i_n, values, 0.0), 0)
+                    exported, _ = advance(exported, v_n, q, k, decay, beta, overlap, moves)
+                    tl.store(written_ptr + i_n * (BLOCK_V * K) + o_s, exported)
 
-    tl.debug_barrier()
+    written_ptr = state_pool_ptr + target * state_stride_slot + i_hv * (V * K)
+    answers = tl.zeros([V // BLOCK_V, BLOCK_V], tl.float32)
+    for i_n in tl.range(0, V // BLOCK_V, num_stages=STAGES):
+        if not WHOLE:
+            tile = tl.load(held_ptr + i_n * (BLOCK_V * K) + o_s, mask=has_state & (o_s >= 0), other=0.0)
+        v_n = tl.sum(tl.where(o_n == i_n, values, 0.0), 0)
+        written, o_n_values = advance(tile, v_n, q, k, decay, beta, overlap, has_token)
+        tl.store(written_ptr + i_n * (BLOCK_V * K) + o_s, written, mask=(target > 0) & (o_s >= 0))
+        answers = tl.where(o_n == i_n, o_n_values[None, :], answers)
+
     if has_token:
-        o = tl.load(row_ptr + o_v).to(tl.float32)
+        o = tl.reshape(answers, [V]).to(dtype).to(tl.float32)
         y = (o * tl.rsqrt(tl.sum(o * o, 0) / V + eps)).to(dtype).to(tl.float32)
         product = y * norm_weight
         if ROUND_PRODUCT:
             product = product.to(dtype).to(tl.float32)
-        tl.store(row_ptr + o_v, (product * silu(z)).to(dtype))
+        tl.store(out_ptr + row * (HV * V) + i_hv * V + o_v, (product * silu(z)).to(dtype))
+    if target > 0:
+        copy_ptr = conv_pool_ptr + target * conv_stride_slot
+        store_window(copy_ptr, c_v, older_v, newer_v, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+        if last:
+            store_window(copy_ptr, c_q, older_q, newer_q, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+            store_window(copy_ptr, c_k, older_k, newer_k, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+    if GROUP > 1:
+        if last:
+            tl.store(tickets_ptr + i_r * HK + i_hk, 0)
