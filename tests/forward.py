@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def step_of(model: CausalModel, ids: Sequence[int], start: int) -> StepBatch:
 def logits(model: CausalModel, ids: Sequence[int], cuts: Sequence[int] = ()) -> torch.Tensor:
     """[T, V]; cuts: where the sequence is split into steps."""
     edges = [0, *cuts, len(ids)]
-    return torch.cat([model(step_of(model, ids[a:b], a)) for a, b in zip(edges, edges[1:], strict=False)])
+    return torch.cat([model(step_of(model, ids[a:b], a)) for a, b in itertools.pairwise(edges)])
 
 
 def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -77,10 +77,7 @@ def test_how_a_step_is_made_up_changes_no_token(name, variant, checkpoints, expe
 @pytest.mark.parametrize("name", ["qwen3_moe", *HYBRIDS])
 @pytest.mark.parametrize(
     "pair",
-    [
-        pair
-        for pair in itertools.combinations(("chunks of 16", "no prefix cache", "two plans in flight", "pages of 64"), 2)
-    ],
+    list(itertools.combinations(("chunks of 16", "no prefix cache", "two plans in flight", "pages of 64"), 2)),
     ids=" and ".join,
 )
 def test_pairs_change_no_token(name, pair, checkpoints, expected):

@@ -77,7 +77,7 @@ class CachePool:
 
 def _rows(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """[rows, *shape] of `dtype` at a byte offset in each row of [rows, bytes] memory: a view."""
-    rows, row_bytes = memory.shape
+    rows, _row_bytes = memory.shape
     size = torch.Size(shape).numel()
     return (
         memory[:, offset : offset + size * dtype.itemsize].view(dtype).unflatten(1, shape)

@@ -182,7 +182,8 @@ class _Loader:
         self, spec: WeightSpec, weight: Packed, piece: Piece, name: str, expert: int | None, axis: int
     ) -> None:
         """Scales of one piece: local block i of the piece lies within one stored block, whose scale it takes."""
-        assert spec.format.block is not None and weight.format.block is not None
+        assert spec.format.block is not None
+        assert weight.format.block is not None
         dimension = spec.axis - len(spec.shape) + 2
         stored_block, local_block = spec.format.block[dimension], weight.format.block[dimension]
         stored = self.tensors[name + SCALE_SUFFIX].load()

@@ -34,29 +34,35 @@ def convolve(
     W: tl.constexpr,
     TAPS: tl.constexpr,
 ):
-    """(silu of the convolution of channels o_c, in x's dtype; the window [C, TAPS] before the token; the one after it).
-
-    Everything is read here, at once, so that windows can be written later from registers alone.
-    """
+    """silu of the convolution of channels o_c at the token x_ptr, in its dtype."""
     o_w = tl.arange(0, TAPS)[None, :]
     p_window = window_ptr + o_c[:, None] * conv_stride_c + o_w * conv_stride_w
     older = tl.load(p_window, mask=has_window & (o_w < W - 1) & (o_c[:, None] >= 0), other=0.0)
-    newer = tl.load(p_window + conv_stride_w, mask=has_window & (o_w < W - 2) & (o_c[:, None] >= 0), other=0.0)
     p_weight = weight_ptr + o_c[:, None] * weight_stride_c + o_w * weight_stride_w
     weight = tl.load(p_weight, mask=(o_w < W) & (o_c[:, None] >= 0), other=0.0).to(tl.float32)
     x = tl.load(x_ptr + o_c)
     columns = tl.where(o_w == W - 1, x[:, None].to(tl.float32), older.to(tl.float32))
-    y = silu(tl.sum(columns * weight, 1)).to(x.dtype)
-    return y, older, tl.where(o_w == W - 2, x[:, None].to(older.dtype), newer)
+    return silu(tl.sum(columns * weight, 1)).to(x.dtype)
 
 
 @triton.jit
-def store_window(
-    pool_ptr, o_c, older, newer, moves, conv_stride_c, conv_stride_w, W: tl.constexpr, TAPS: tl.constexpr
+def next_window(
+    x_ptr, window_ptr, o_c, has_window, moves, conv_stride_c, conv_stride_w, W: tl.constexpr, TAPS: tl.constexpr
 ):
+    """The window [C, TAPS] after the token, or the one before it unless `moves`."""
+    o_w = tl.arange(0, TAPS)[None, :]
+    o_old = o_w + moves.to(tl.int32)
+    p_window = window_ptr + o_c[:, None] * conv_stride_c + o_old * conv_stride_w
+    older = tl.load(p_window, mask=has_window & (o_old < W - 1) & (o_c[:, None] >= 0), other=0.0)
+    x = tl.load(x_ptr + o_c)[:, None].to(older.dtype)
+    return tl.where(moves & (o_w == W - 2), x, older)
+
+
+@triton.jit
+def store_window(pool_ptr, o_c, window, conv_stride_c, conv_stride_w, W: tl.constexpr, TAPS: tl.constexpr):
     o_w = tl.arange(0, TAPS)[None, :]
     p_window = pool_ptr + o_c[:, None] * conv_stride_c + o_w * conv_stride_w
-    tl.store(p_window, tl.where(moves, newer, older), mask=(o_w < W - 1) & (o_c[:, None] >= 0))
+    tl.store(p_window, window, mask=(o_w < W - 1) & (o_c[:, None] >= 0))
 
 
 @triton.jit
@@ -142,12 +148,16 @@ def gated_delta_decode_kernel(
     c_q = i_hk * K + o_k
     c_k = HK * K + c_q
     c_v = 2 * HK * K + i_hv * V + o_v
-    q, older_q, newer_q = convolve(x_ptr, conv_weight_ptr, window_ptr, c_q, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
-    k, older_k, newer_k = convolve(x_ptr, conv_weight_ptr, window_ptr, c_k, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
-    v, older_v, newer_v = convolve(x_ptr, conv_weight_ptr, window_ptr, c_v, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
+    q = convolve(x_ptr, conv_weight_ptr, window_ptr, c_q, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
+    k = convolve(x_ptr, conv_weight_ptr, window_ptr, c_k, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
+    v = convolve(x_ptr, conv_weight_ptr, window_ptr, c_v, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
     a = tl.load(a_ptr + row * a_stride_t + i_hv).to(tl.float32) + tl.load(dt_bias_ptr + i_hv).to(tl.float32)
     decay = tl.exp(-tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32)) * softplus(a))
     beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + row * b_stride_t + i_hv).to(tl.float32)))
+    if WHOLE:
+        window_q = next_window(x_ptr, window_ptr, c_q, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+        window_k = next_window(x_ptr, window_ptr, c_k, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+        window_v = next_window(x_ptr, window_ptr, c_v, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
     z = tl.load(z_ptr + row * z_stride_t + i_hv * V + o_v).to(tl.float32)
     norm_weight = tl.load(norm_weight_ptr + o_v).to(tl.float32)
 
@@ -172,10 +182,13 @@ def gated_delta_decode_kernel(
         if (tl.load(exports_ptr + 3 * i_e) == i_r) & (slot > 0):
             moves = (after > 0) & has_token
             copy_ptr = conv_pool_ptr + slot * conv_stride_slot
-            store_window(copy_ptr, c_v, older_v, newer_v, moves, conv_stride_c, conv_stride_w, W, TAPS)
+            window = next_window(x_ptr, window_ptr, c_v, has_state, moves, conv_stride_c, conv_stride_w, W, TAPS)
+            store_window(copy_ptr, c_v, window, conv_stride_c, conv_stride_w, W, TAPS)
             if last:
-                store_window(copy_ptr, c_q, older_q, newer_q, moves, conv_stride_c, conv_stride_w, W, TAPS)
-                store_window(copy_ptr, c_k, older_k, newer_k, moves, conv_stride_c, conv_stride_w, W, TAPS)
+                window = next_window(x_ptr, window_ptr, c_q, has_state, moves, conv_stride_c, conv_stride_w, W, TAPS)
+                store_window(copy_ptr, c_q, window, conv_stride_c, conv_stride_w, W, TAPS)
+                window = next_window(x_ptr, window_ptr, c_k, has_state, moves, conv_stride_c, conv_stride_w, W, TAPS)
+                store_window(copy_ptr, c_k, window, conv_stride_c, conv_stride_w, W, TAPS)
             if after <= 1:
                 written_ptr = state_pool_ptr + slot * state_stride_slot + i_hv * (V * K)
                 for i_n in range(0, V // BLOCK_V):
@@ -201,12 +214,17 @@ def gated_delta_decode_kernel(
         if ROUND_PRODUCT:
             product = product.to(dtype).to(tl.float32)
         tl.store(out_ptr + row * (HV * V) + i_hv * V + o_v, (product * silu(z)).to(dtype))
+    if not WHOLE:
+        window_q = next_window(x_ptr, window_ptr, c_q, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+        window_k = next_window(x_ptr, window_ptr, c_k, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+        window_v = next_window(x_ptr, window_ptr, c_v, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+        tl.debug_barrier()
     if target > 0:
         copy_ptr = conv_pool_ptr + target * conv_stride_slot
-        store_window(copy_ptr, c_v, older_v, newer_v, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+        store_window(copy_ptr, c_v, window_v, conv_stride_c, conv_stride_w, W, TAPS)
         if last:
-            store_window(copy_ptr, c_q, older_q, newer_q, has_token, conv_stride_c, conv_stride_w, W, TAPS)
-            store_window(copy_ptr, c_k, older_k, newer_k, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+            store_window(copy_ptr, c_q, window_q, conv_stride_c, conv_stride_w, W, TAPS)
+            store_window(copy_ptr, c_k, window_k, conv_stride_c, conv_stride_w, W, TAPS)
     if GROUP > 1:
         if last:
             tl.store(tickets_ptr + i_r * HK + i_hk, 0)
