@@ -74,13 +74,14 @@ def decode(bandwidth: float, variants: bool) -> None:
         states = args[9].unsqueeze(1).repeat(1, layers, 1, 1, 1)
         cuts = [triton_decode.choose_tiles(batch * 32, 128, 128)]
         if variants:
-            cuts += [tiles(128, 16, 1), tiles(128, 8, 1), tiles(8, 2, 4), tiles(16, 4, 2), tiles(16, 4, 4), tiles(32, 4, 3), tiles(32, 8, 3), tiles(64, 8, 2), tiles(8, 4, 4)]
+            cuts = [tiles(128, 16, 1), tiles(128, 8, 1), tiles(128, 4, 1)] if batch <= 4 else []
+            cuts += [tiles(8, 2, 4, 128), tiles(8, 2, 4, 96), tiles(16, 2, 3, 128), tiles(16, 4, 3, 96), tiles(8, 1, 4, 168), tiles(16, 4, 3, 80), tiles(32, 4, 2, 128)]
         for cut in cuts:
             def call(i: int) -> Any:
                 return triton_decode.run(*args[:8], windows[:, i], states[:, i], *args[10:], **kwargs, tiles=cut)
 
             seconds = graph_time(call, layers)
-            report(f"gated_delta decode B={batch} {cut.rows}/{cut.warps}/{cut.stages} {2 * state / seconds / 1e12:.2f} TB/s", seconds, 2 * state / bandwidth, f"rule alone {published.get(batch, '')}")
+            report(f"gated_delta decode B={batch} {cut.rows}/{cut.warps}/{cut.stages}/{cut.registers} {2 * state / seconds / 1e12:.2f} TB/s", seconds, 2 * state / bandwidth, f"rule alone {published.get(batch, '')}")
         del windows, states
 
 

@@ -82,7 +82,7 @@ def code(text: str) -> str:
 
 
 def families() -> str:
-    """Model types, their families, and the classes in transformers that they equal."""
+    """Model types, their families, the classes in transformers that they equal, and whether they run."""
     from firstlight.models import registry
 
     by_file: dict[str, list[str]] = {}
@@ -93,8 +93,9 @@ def families() -> str:
         module = import_module(f"firstlight.models.{file}")
         classes = re.findall(r"\w+For\w+", first_sentence(module.Model.__doc__))
         what = first_sentence(module.__doc__).rstrip(".")
-        rows.append([", ".join(map(code, model_types)), what, ", ".join(map(code, classes))])
-    return table(["`model_type`", "what it is", "class in transformers"], rows)
+        state = "predicted only, so far" if registry.PREDICTED_ONLY.issuperset(model_types) else "runs"
+        rows.append([", ".join(map(code, model_types)), what, ", ".join(map(code, classes)), state])
+    return table(["`model_type`", "what it is", "class in transformers", "state"], rows)
 
 
 def gguf() -> str:

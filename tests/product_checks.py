@@ -94,3 +94,118 @@ def poisoned(weight: Weight, chosen: Tensor, first_expert: int) -> Weight:
     weight = weight.clone()
     weight[~used.to(weight.device)] = torch.nan
     return weight
+
+
+def check_linear(
+    run: Any, device: str, dtype: torch.dtype, tokens: int, rows: int, columns: int, tolerance: float,
+    *, block: tuple[int, int] | None = (128, 128), bias: bool = False, result: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """A provider of `linear`; block None: a plain weight."""
+    x = strided(draw(tokens, columns, dtype=dtype, device=device))
+    weight: Weight = draw(rows, columns, dtype=dtype, device=device, scale=columns**-0.5)
+    if block is not None:
+        assert isinstance(weight, Tensor)
+        weight = fp8(weight, block)
+    added = draw(rows, dtype=dtype, device=device) if bias else None
+    assert_matches("linear", lambda *args: run(*args, dtype=result), tolerance, x, weight, added)
+
+
+def check_experts(
+    run: Any, device: str, dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, size: int,
+    tolerance: float, *, packed: bool, first_expert: int = 0, padding: int = 1,
+) -> None:  # fmt: skip
+    """A provider of `experts`: two of the experts live elsewhere, unused ones and padding tokens are NaN."""
+    x = strided(draw(tokens, hidden, dtype=dtype, device=device))
+    x[tokens - padding :] = torch.nan
+    gate_up: Weight = draw(experts, 2 * size, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
+    down: Weight = draw(experts, hidden, size, dtype=dtype, device=device, scale=size**-0.5)
+    weights, chosen = routed(tokens, experts + 2, top_k, device, padding)
+    if packed:
+        gate_up, down = fp8(unpack(gate_up, dtype)), fp8(unpack(down, dtype))
+    weights = weights.to(dtype)
+    arguments = map(exactly, (x.nan_to_num(0), weights, chosen, gate_up, down))
+    expected = REGISTRY["experts"].reference(*arguments, first_expert=first_expert)
+    gate_up, down = (poisoned(weight, chosen, first_expert) for weight in (gate_up, down))
+    actual = run(x, weights, chosen, gate_up, down, first_expert=first_expert)
+    assert actual.shape == expected.shape
+    assert relative_error(actual, expected) < tolerance
+    if padding:
+        assert (actual[-padding:] == 0).all()
+
+
+def check_moe(
+    run: Any, device: str, dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, size: int, shared: int,
+    tolerance: float, *, packed: bool, gated: bool = True, scoring: str = "softmax",
+) -> None:  # fmt: skip
+    """A provider of `moe`, the last token padding. Router logits are far apart: rounding doesn't change the choice."""
+    x = strided(draw(tokens, hidden, dtype=dtype, device=device))
+    router = draw(experts, hidden, dtype=dtype, device=device)
+    shapes = [(experts, 2 * size, hidden), (experts, hidden, size), (2 * shared, hidden), (hidden, shared)]
+    weights: list[Weight] = [draw(*shape, dtype=dtype, device=device, scale=shape[-1] ** -0.5) for shape in shapes]
+    if packed:
+        weights = [fp8(unpack(weight, dtype)) for weight in weights]
+    gate = draw(1, hidden, dtype=dtype, device=device, scale=hidden**-0.5) if gated else None
+    live = torch.tensor([tokens - 1], device=device)
+    options = {"live": live, "top_k": top_k, "renormalise": True, "scoring": scoring}
+    assert_matches("moe", run, tolerance, x, router, *weights, gate, **options)
+
+
+def check_route(run: Any, device: str, tokens: int, experts: int, top_k: int, **options: Any) -> None:
+    """A provider of `route`, in float32: weights and choices, ties to the lower index, padding."""
+    logits = draw(tokens, experts, dtype=torch.float32, device=device)
+    logits[0] = 0.5  # all equal
+    if options.pop("biased", False):
+        options["bias"] = draw(experts, dtype=torch.float32, device=device)
+    live = torch.tensor([max(tokens - 1, 1)], device=device)
+    assert_matches("route", run, 1e-5, strided(logits), top_k=top_k, live=live, **options)
+
+
+def check_rows(
+    device: str, dtype: torch.dtype, tokens: int, heads: int, columns: int, tolerance: float, zero_centred: bool
+) -> None:
+    """Norms, with and without an addition or a gate, and the two gates."""
+    runs = {name: REGISTRY[name].providers["triton_fused"].run for name in ROW_OPS}
+
+    def rows(*shape: int) -> Tensor:
+        return strided(draw(*shape, dtype=dtype, device=device))
+
+    weight = draw(columns, dtype=dtype, device=device)
+    x = rows(tokens, heads, columns)
+    assert_matches("rms_norm", runs["rms_norm"], tolerance, x, weight, eps=1e-6, zero_centred=zero_centred)
+    assert_matches("gated_rms_norm", runs["gated_rms_norm"], tolerance, x, rows(tokens, heads, columns), weight, eps=1e-6)
+    x, y = rows(tokens, columns), rows(tokens, columns)
+    run = runs["add_rms_norm"]
+    assert_matches("add_rms_norm", run, tolerance, x, y, weight, eps=1e-6, zero_centred=zero_centred)
+    assert_matches("sigmoid_mul", runs["sigmoid_mul"], tolerance, x, y)
+    assert_matches("sigmoid_mul", runs["sigmoid_mul"], tolerance, x, draw(tokens, 1, dtype=dtype, device=device))
+    assert_matches("silu_mul", runs["silu_mul"], tolerance, rows(tokens, 2 * columns))
+
+
+ROW_OPS = ("rms_norm", "add_rms_norm", "gated_rms_norm", "silu_mul", "sigmoid_mul")
+
+
+def check_sample(run: Any, device: str, rows: int, vocabulary: int, greedy: bool) -> None:
+    """Tokens equal the reference's, ties included; rows of temperature 0 are greedy."""
+    logits = draw(rows, vocabulary, dtype=torch.float32, device=device)
+    logits[0, 3] = logits[0, vocabulary - 1] = 9.0
+    logits[-1, :5] = -torch.inf
+    temperature = torch.linspace(0, 1.5, rows, device=device)
+    unused = torch.ones(rows, device=device)
+    seed = draw(rows, dtype=torch.float64, device=device, scale=2.0**40).long()
+    arguments = (strided(logits), temperature, unused, unused, seed, torch.arange(rows, device=device))
+    expected = REGISTRY["sample"].reference(*arguments, greedy=greedy, filtered=False)
+    assert torch.equal(run(*arguments, greedy=greedy, filtered=False), expected)
+
+
+def check_copies(device: str, count: int, columns: int) -> None:
+    """Embedding and gathering are exact; ids of other ranks and padding rows bring no neighbour's NaN."""
+    table = draw(50, columns, dtype=torch.float32, device=device)
+    table[0] = torch.nan
+    ids = torch.randint(8, 57, (count,), device=device)
+    ids[0], ids[-1] = 3, 99
+    run = REGISTRY["embedding"].providers["triton_rows"].run
+    assert torch.equal(run(ids, table, start=7), REGISTRY["embedding"].reference(ids, table, start=7))
+    rows = torch.randint(1, 50, (count,), device=device, dtype=torch.int32)
+    rows[-1] = -1
+    actual = REGISTRY["gather_rows"].providers["triton_rows"].run(table, rows)
+    assert torch.equal(actual[:-1], table[rows[:-1].long()])

@@ -58,7 +58,8 @@ def _(model, module):
 
 @fault("q and k norms: +1 the wrong way round", normed_attention)
 def _(model, module):
-    module.zero_centred = not module.zero_centred
+    shift = -1 if module.zero_centred else 1
+    module.q_norm, module.k_norm = module.q_norm + shift, module.k_norm + shift
 
 
 @fault("k norm left out", normed_attention)

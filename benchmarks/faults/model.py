@@ -34,15 +34,15 @@ def _(model, module):
 
 @fault("input norm: +1 the wrong way round", last_norm)
 def _(model, module):
-    module.zero_centred = not module.zero_centred
+    module.weight = module.weight + (-1 if module.zero_centred else 1)
 
 
 @fault("first norm: +1 the wrong way round", first_norm)
 def _(model, module):
-    module.zero_centred = not module.zero_centred
+    module.weight = module.weight + (-1 if module.zero_centred else 1)
 
 
-@fault("norm after the mixer: eps ten times too large", inner_norm, wrong={"quiet"}, right={"decode", "batch"})
+@fault("norm after the mixer: eps ten times too large", inner_norm, wrong={"quiet"})
 def _(model, module):
     module.eps *= 10
 

@@ -22,14 +22,14 @@ class CachePool:
     ) -> None:
         """specs: by module path. pages, slots: how many, with the null one.
 
-        Raises ValueError if paged modules disagree in dtype or shape within this pool.
+        Raises ValueError if paged modules of one group disagree in dtype or shape.
         """
         self.specs = dict(specs)
         self.pages, self.slots, self.page_size = pages, slots, page_size
         paged = [spec for spec in specs.values() if isinstance(spec, PagedSpec)]
-        if len(set(paged)) > 1:
+        if len(set(paged)) > len({spec.group for spec in paged}):
             raise ValueError(
-                f"layers of one pool must have the same KV shape and dtype; these differ: {sorted(map(str, set(paged)))}"
+                f"layers of one group must have the same KV shape and dtype; these differ: {sorted(map(str, set(paged)))}"
             )
         self.page_bytes = page_bytes(paged, page_size)
         self.slot_bytes = slot_bytes(specs.values())
@@ -38,18 +38,19 @@ class CachePool:
         self.views = self._views()
 
     def _views(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The tensors of each module: {"k", "v"}: [pages, page_size, kv_heads, head_dim], or its slot tensors [slots, ...]."""
+        """The tensors of each module: {"k", "v"} (or as the spec names them):
+        [pages, page_size, kv_heads, head_dim], or its slot tensors [slots, ...]."""
         views: dict[str, dict[str, torch.Tensor]] = {}
         page_offset = slot_offset = 0
         for path, spec in self.specs.items():
             if isinstance(spec, PagedSpec):
-                half = spec.token_bytes * self.page_size // 2
+                part = spec.token_bytes * self.page_size // len(spec.names)
                 shape = (self.page_size, spec.kv_heads, spec.head_dim)
                 views[path] = {
-                    name: _rows(self.page_memory, page_offset + half * i, shape, spec.dtype)
-                    for i, name in enumerate("kv")
+                    name: _rows(self.page_memory, page_offset + part * i, shape, spec.dtype)
+                    for i, name in enumerate(spec.names)
                 }
-                page_offset += 2 * half
+                page_offset += len(spec.names) * part
             else:
                 offsets = spec.offsets
                 views[path] = {

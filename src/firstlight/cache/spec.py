@@ -14,17 +14,21 @@ SLOT_ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class PagedSpec:
-    """Rows that grow with the context: K and V of a layer. `kv_heads` are those that this rank holds."""
+    """Rows that grow with the context: K and V of a layer. `kv_heads` are those that this rank holds.
+
+    names: what is kept for each token, each [kv_heads, head_dim]; latent attention keeps one row, from which both follow.
+    """
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     group: str = "attention"
+    names: tuple[str, ...] = ("k", "v")
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of one token, K and V together."""
+        return len(self.names) * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from firstlight.hardware.description import Hardware
@@ -39,7 +40,14 @@ def detect(device: str) -> Hardware:
         memory=properties.total_memory,
         multiprocessors=properties.multi_processor_count,
         l2=getattr(properties, "L2_cache_size", 0),
+        features=frozenset({"triton"} if triton_is_installed() else ()),
     )
+
+
+def triton_is_installed() -> bool:
+    """Whether triton can be imported (a folder that happens to have its name doesn't count)."""
+    spec = find_spec("triton")
+    return spec is not None and spec.origin is not None
 
 
 def describe_cpu() -> Hardware:

@@ -51,6 +51,7 @@ def _gpu(
         links=links,
         dollars_per_hour=dollars,
         source=source,
+        features=frozenset({"triton"}),
     )
 
 

@@ -17,6 +17,8 @@ from firstlight.ops import (
     gather_rows,
     gelu,
     l2_norm,
+    latent_attention,
+    latent_prologue,
     layer_norm,
     linear,
     moe,
@@ -30,6 +32,7 @@ from firstlight.ops import (
     sigmoid_mul,
     silu_mul,
     write_kv,
+    write_latent,
 )
 from firstlight.ops.cpu_native import register as _register_cpu_native  # noqa: F401
 from firstlight.ops.op import REGISTRY, Call, CallSite, Cost, Op, Provider, Shape
@@ -58,6 +61,8 @@ __all__ = [
     "gather_rows",
     "gelu",
     "l2_norm",
+    "latent_attention",
+    "latent_prologue",
     "layer_norm",
     "linear",
     "moe",
@@ -71,4 +76,5 @@ __all__ = [
     "sigmoid_mul",
     "silu_mul",
     "write_kv",
+    "write_latent",
 ]

@@ -6,29 +6,26 @@ Kernels live in modules that import triton at their top; a provider imports them
 
 from __future__ import annotations
 
-from functools import lru_cache
-from importlib.util import find_spec
-
 from firstlight.hardware import Hardware
 
 FNUZ_ARCHITECTURES = ("gfx940", "gfx941", "gfx942")
 """GPUs whose FP8 matrix instructions read e4m3fnuz: an exponent bias of 8 where e4m3fn has 7, and no negative zero."""
 
 
-@lru_cache(maxsize=1)
-def installed() -> bool:
-    """Whether triton can be imported (a folder that happens to have its name doesn't count)."""
-    spec = find_spec("triton")
-    return spec is not None and spec.origin is not None
-
-
 def unavailable(hardware: Hardware) -> str | None:
     """Why Triton kernels can't serve this hardware, or None."""
     if hardware.kind not in ("cuda", "hip"):
         return f"Triton kernels are for GPUs, and this is {hardware.name}"
-    return None if installed() else "triton is not installed"
+    return None if hardware.has("triton") else "triton is not installed"
 
 
 def fp8_dtype(architecture: str) -> str:
     """The dtype that this architecture's FP8 matrix instructions read."""
     return "float8_e4m3fnuz" if architecture in FNUZ_ARCHITECTURES else "float8_e4m3fn"
+
+
+def register_limit(registers: int) -> dict[str, int]:
+    """Launch option that caps a thread's registers, so that more programs share a multiprocessor; 0: no cap. NVIDIA only."""
+    import torch
+
+    return {"maxnreg": registers} if registers and torch.version.hip is None else {}

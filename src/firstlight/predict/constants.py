@@ -39,6 +39,10 @@ PREFILL_STATE_PEAK = 0.15
 """Chunked delta rules in prefill, as a share of the bfloat16 peak, with the operations of the recurrence (7 for each
 element of the state): 0.28 ms for 8,192 tokens of 32 heads of 128 x 128 on an H200 is 0.11; batches of prompts reach 0.18."""
 
+SUSTAINED_CLOCK = 0.93
+"""Of the matrix rate that a kernel timed alone reaches, in a step that keeps the GPU hot: products of 8192^3 on random data range
+from 686 to 798 TFLOP/s on an H200 as its clock follows its power; their mean over their best. Tables hold the best."""
+
 # --- tiles of the matrix units -----------------------------------------------------------------------------------------
 MATRIX_TILE_ROWS = 64
 """Rows that a matrix product is padded to: the height of Hopper's wgmma, and of the tiles that grouped products give each
@@ -61,6 +65,8 @@ COMMUNICATION_PROCESSORS = 20
 # --- what a kernel of an expert layer does beside its products ---------------------------------------------------------
 EXPERT_LAUNCHES = 4
 """Sorting tokens by expert (2), activation (1), weighted sum (1); the two products are counted with the op."""
+EXCHANGED_EXPERT_LAUNCHES = 1
+"""Where tokens come from other ranks they arrive sorted, and are summed as they return: the activation is left."""
 
 # --- trust -------------------------------------------------------------------------------------------------------------
 OTHER_FORMAT, OTHER_GPU, OTHER_ARCHITECTURE = 1.0, 1.0, 4.0

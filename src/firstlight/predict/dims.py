@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from firstlight.ops.op import Op
 from firstlight.quant import Packed
 
@@ -92,4 +90,3 @@ _READERS = {
     "all_reduce": _collective,
     "all_gather": _collective,
 }
-_ = torch  # tensors are recognised by what they have, Packed by its type

@@ -64,9 +64,16 @@ class Kernel:
 
 
 def kernels_of(
-    model: WalkedModel, hardware: Hardware, choices: Mapping[tuple[str, str], str] | None = None
+    model: WalkedModel,
+    hardware: Hardware,
+    choices: Mapping[tuple[str, str], str] | None = None,
+    exchanged: bool = False,
 ) -> list[Kernel]:
-    """The kernels of a step. choices: providers bound in a bucket; None: those of a well-kept engine, fused where all are."""
+    """The kernels of a step.
+
+    choices: providers bound in a bucket; None: those of a well-kept engine, fused where all are. exchanged: tokens come to
+    experts from other ranks.
+    """
     found: list[Kernel] = []
     for _, group in groupby(model.calls, key=lambda call: _fused(call, choices) or id(call)):
         calls = list(group)
@@ -76,7 +83,7 @@ def kernels_of(
         if len(calls) > 1:
             found.append(_joined(calls, hardware))
         elif calls:
-            found += _alone(calls[0], hardware)
+            found += _alone(calls[0], hardware, exchanged)
     return list(_merged(found))
 
 
@@ -145,7 +152,7 @@ def _zero() -> Numbers:
     return np.zeros(len(VARIABLES))
 
 
-def _alone(call: WalkedCall, hardware: Hardware) -> Iterator[Kernel]:
+def _alone(call: WalkedCall, hardware: Hardware, exchanged: bool) -> Iterator[Kernel]:
     kind = HEAVY.get(call.op, "elementwise")
     dtype = _dtype(call, hardware)
     kernel = Kernel(
@@ -170,7 +177,7 @@ def _alone(call: WalkedCall, hardware: Hardware) -> Iterator[Kernel]:
         tokens = kernel.flops / (2.0 * call.dims.sizes["rows"] * call.dims.sizes["columns"])
         yield _elementwise(kernel, "quantise", tokens * call.dims.sizes["columns"] * 3.0)
     elif kind == "experts":
-        yield _between_products(kernel, quantises)
+        yield _between_products(kernel, quantises, exchanged)
 
 
 def _name(call: WalkedCall) -> str:
@@ -197,15 +204,23 @@ def _elementwise(kernel: Kernel, name: str, moved: Numbers, launches: int = 1) -
     )
 
 
-def _between_products(kernel: Kernel, quantises: bool) -> Kernel:
-    """Activation of the first product's result, sums of the second's, and the sorting of tokens by expert."""
+def _between_products(kernel: Kernel, quantises: bool, exchanged: bool) -> Kernel:
+    """Activation of the first product's result, sums of the second's, and the sorting of tokens by expert.
+
+    Activations are quantised for the first product by a kernel of its own, for the second as they are made.
+    """
     sizes = kernel.dims.sizes
     hidden, inner = sizes["hidden"], sizes["intermediate"]
     assignments = kernel.flops / (6.0 * hidden * inner)
     activation = inner * (4.0 + (1.0 if quantises else 2.0))
     summed = hidden * 2.0
-    moved = assignments * (activation + summed) + assignments / sizes["top_k"] * hidden * (5.0 if quantises else 2.0)
-    return _elementwise(kernel, "around experts", moved, constants.EXPERT_LAUNCHES + (1 if quantises else 0))
+    moved = assignments * activation
+    launches = constants.EXCHANGED_EXPERT_LAUNCHES if exchanged else constants.EXPERT_LAUNCHES
+    if not exchanged:
+        moved = moved + assignments * summed + assignments / sizes["top_k"] * hidden * 2.0
+    if quantises:
+        moved = moved + assignments / sizes["top_k"] * hidden * 3.0
+    return _elementwise(kernel, "around experts", moved, launches + (1 if quantises else 0))
 
 
 def _latent(kernel: Kernel) -> Iterator[Kernel]:
@@ -220,9 +235,8 @@ def _latent(kernel: Kernel) -> Iterator[Kernel]:
         kernel,
         name="widen latents" if kernel.label == "prefill" else "absorb",
         op="linear",
-        label="",
         kind="product",
-        dims=Dims(sizes, "bfloat16"),
+        dims=Dims(sizes, "bfloat16", limit=kernel.dims.limit),
         dtype="bfloat16",
         flops=product,
         moved=weight,

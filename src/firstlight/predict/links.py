@@ -85,10 +85,14 @@ def expert_exchange(model: WalkedModel, mesh: Mesh, kernels: list[Kernel]) -> li
         found.append(
             Kernel(name, name, "", name, model.sparse_layers, dims, sent=sent, moved=np.zeros(len(VARIABLES)), segment="feed_forward")
         )
-    # Tokens that arrive are sorted by expert, and what experts give back is put in the order of their senders.
+    # In a prefill, tokens that arrive are sorted by expert, and what experts give back is put in the order of their senders;
+    # a decode's exchange writes them where they are wanted.
     moved = assignments * sizes["hidden"] * (2 * 1.0 + 2 * 2.0)
+    moved = moved * np.array([name.startswith("prefill") for name in VARIABLES])
+    name = "sort exchanged tokens"
     found.append(
-        Kernel("sort exchanged tokens", "sort_exchanged", "", "elementwise", model.sparse_layers, Dims(), moved=moved, launches=2,
-               segment="feed_forward")
-    )  # fmt: skip
+        Kernel(
+            name, name, "prefill", "elementwise", model.sparse_layers, Dims(), moved=moved, launches=2, segment="feed_forward"
+        )
+    )
     return found

@@ -95,8 +95,8 @@ class StepModel:
 
     @cached_property
     def _kernels(self) -> list[tuple[Kernel, Curve]]:
-        choices = None if self.conditions.tuned else self.model.choices[-1]
-        kernels = kernels_of(self.model, self.hardware, choices)
+        choices = None if self.conditions.tuned else self.model.choices or {}
+        kernels = kernels_of(self.model, self.hardware, choices, exchanged=self.mesh.ep.size > 1)
         kernels += links.expert_exchange(self.model, self.mesh, kernels)
         return [(kernel, self._curve(kernel)) for kernel in kernels]
 
@@ -195,7 +195,7 @@ class StepModel:
     ) -> Numbers:
         """Seconds of a heavy kernel: a start, then its roofline at its efficiency."""
         start = constants.HEAVY_START[kernel.kind] * kernel.launches
-        rate = peak(self.hardware, kernel.dtype or "float32") * processors
+        rate = peak(self.hardware, kernel.dtype or "float32") * processors * constants.SUSTAINED_CLOCK
         if kernel.kind in ("product", "experts"):
             size = self._tokens(kernel, flops)
             times = self._curve_of_times(kernel, efficiency, processors)
@@ -226,7 +226,7 @@ class StepModel:
         key = (id(kernel), processors)
         if key not in self._times:
             sizes = kernel.dims.sizes
-            rate = peak(self.hardware, kernel.dtype) * processors
+            rate = peak(self.hardware, kernel.dtype) * processors * constants.SUSTAINED_CLOCK
             per_token = kernel.moved[1:].copy()
             per_token[INDEX["distinct"] - 1] = 0.0
             moved = kernel.moved[0] + GRID * per_token.max()
@@ -274,9 +274,11 @@ class StepModel:
     def _overlapped(self, shape: StepShape) -> StepTime:
         """Two halves in turns: while one computes, what the other sends is on its way.
 
-        A layer with experts has four turns: attention beside the other half's dispatch, experts beside dispatch, experts
-        beside combine, attention beside combine; each lasts as long as the longer of the two. A prefill's exchange takes
-        some processors from computing, a decode's takes none.
+        In a prefill, a layer with experts has four turns: attention beside the other half's dispatch, experts beside dispatch,
+        experts beside combine, attention beside combine; each lasts as long as the longer of the two, and the exchange takes
+        some processors from computing. In a decode it takes none, and attention is cut so that turns are even: a layer lasts
+        as long as both halves compute, or send, or as one of them does both, whichever is longest. (DeepSeek-V3/R1 inference
+        system overview.)
         """
         half = _halved(shape)
         processors = 1.0
@@ -291,10 +293,15 @@ class StepModel:
         share = sparse / self.model.layers  # of attention and feed-forward time that stands in layers with experts
         attention, experts = by_turn["attention"] * share / sparse, by_turn["feed_forward"] * share / sparse
         dispatch, combine = by_turn["dispatch"] / sparse, by_turn["combine"] / sparse
-        turns = (
-            np.maximum(attention, dispatch) + np.maximum(experts, dispatch)
-            + np.maximum(experts, combine) + np.maximum(attention, combine)
-        )  # fmt: skip
+        compute, exchange = attention + experts, dispatch + combine
+        uneven = (
+            np.maximum(attention, dispatch)
+            + np.maximum(experts, dispatch)
+            + np.maximum(experts, combine)
+            + np.maximum(attention, combine)
+        )
+        even = np.maximum(np.maximum(2 * compute, 2 * exchange), compute + exchange)
+        turns = np.where(shape.prefill.tokens > 0, uneven, even)
         rest = 2 * ((by_turn["attention"] + by_turn["feed_forward"]) * (1 - share) + by_turn[""])
         whole = turns * sparse + rest
         twice = [

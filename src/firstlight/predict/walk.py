@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,11 @@ import torch
 from firstlight.hardware import Hardware
 from firstlight.models.causal import CausalModel
 from firstlight.models.walk import meta_step, record, walk
-from firstlight.ops.binding import PARTS, Choice, bind, parse_overrides
+from firstlight.ops.binding import Choice, bind, parse_overrides
 from firstlight.ops.observe import Bound
-from firstlight.ops.op import REFERENCE, Call, CallSite, Cost, Op, Shape, sites
+from firstlight.ops.op import Op, Shape, sites
 from firstlight.predict.dims import Dims, dims_of
-from firstlight.predict.shape import Numbers, StepShape
+from firstlight.predict.shape import Numbers
 from firstlight.quant import Packed
 from firstlight.step import Bucket, StepBatch
 
@@ -66,24 +66,17 @@ class WalkedCall:
 class WalkedModel:
     """A model on one rank, ready to be priced for any step shape.
 
-    choices: for each bucket of the ladder, who computes what: (path, op) -> provider name.
+    choices: who computes what in the bucket that it was bound for, (path, op) -> provider name; None if it wasn't bound.
+    workspace: scratch bytes of the largest call there.
     """
 
     calls: tuple[WalkedCall, ...]
-    buckets: tuple[Bucket, ...]
-    choices: tuple[Mapping[tuple[str, str], str], ...]
     experts: int
     top_k: int
     layers: int
     sparse_layers: int
-
-    def bucket(self, shape: StepShape) -> int:
-        """The bucket that a (single) step runs in: the first that holds it, or the last."""
-        tokens, requests = float(shape.tokens), float(shape.decode.requests + shape.prefill.requests)
-        for bucket in self.buckets:
-            if bucket.tokens >= tokens and bucket.requests >= requests and bucket.query >= float(shape.prefill.longest):
-                return bucket.index
-        return len(self.buckets) - 1
+    choices: Mapping[tuple[str, str], str] | None = None
+    workspace: int = 0
 
 
 @dataclass(slots=True)
@@ -95,27 +88,28 @@ class _Seen:
     label: str
     inside: tuple[tuple[str, int], ...]
     call: tuple[tuple[Any, ...], dict[str, Any]]
-    costs: list[Cost] = field(default_factory=list)
     passed_on: float = 0.0
 
 
 def walk_model(
     model: CausalModel,
-    hardware: Hardware,
-    buckets: Sequence[Bucket],
     *,
     page_size: int = 16,
+    hardware: Hardware | None = None,
+    bucket: Bucket | None = None,
     overrides: Sequence[str] = (),
 ) -> WalkedModel:
-    """Bind a model that is on the meta device for the described hardware, and take the costs of its calls."""
+    """Take the costs of a model that is on the meta device; with `bucket`, also bind it there for the described hardware."""
     layers, counts = _distinct_layers(model, page_size)
+    choices, workspace = None, 0
     with _only(model, layers):
-        choices = _bind(model, hardware, buckets, page_size, overrides)
+        if bucket is not None and hardware is not None:
+            choices, workspace = _bind(model, hardware, bucket, page_size, overrides)
         calls = _costs(model, page_size, counts)
     text = model.config
     sparse = sum(text.sparse_layers) if text.num_experts else 0
     return WalkedModel(
-        tuple(calls), tuple(buckets), choices, text.num_experts, text.num_experts_per_tok, text.num_hidden_layers, sparse
+        tuple(calls), text.num_experts, text.num_experts_per_tok, text.num_hidden_layers, sparse, choices, workspace
     )
 
 
@@ -161,17 +155,19 @@ def _only(model: CausalModel, layers: Sequence[int]) -> Iterator[None]:
 
 
 def _bind(
-    model: CausalModel, hardware: Hardware, buckets: Sequence[Bucket], page_size: int, overrides: Sequence[str]
-) -> tuple[Mapping[tuple[str, str], str], ...]:
+    model: CausalModel, hardware: Hardware, bucket: Bucket, page_size: int, overrides: Sequence[str]
+) -> tuple[dict[tuple[str, str], str], int]:
+    """Who computes each op of each call site in a bucket, and the scratch memory of the largest call."""
+    bucket = replace(bucket, index=0)
     for _, site in sites(model):
-        site[:] = [site.op.reference] * len(buckets)
-    bind(record(model, buckets, hardware, page_size), len(buckets), hardware, parse_overrides(overrides))
-    chosen: list[dict[tuple[str, str], str]] = [{} for _ in buckets]
+        site[:] = [site.op.reference]
+    binding = bind(record(model, [bucket], hardware, page_size), 1, hardware, parse_overrides(overrides))
+    chosen: dict[tuple[str, str], str] = {}
     for path, site in sites(model):
-        for bucket, choice in enumerate(site.choices):
-            _note(chosen[bucket], path, choice)
+        for choice in site.choices:
+            _note(chosen, path, choice)
         site[:], site.choices = [site.op.reference], []
-    return tuple(chosen)
+    return chosen, binding.workspace
 
 
 def _note(chosen: dict[tuple[str, str], str], path: str, choice: Choice) -> None:
@@ -288,6 +284,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, tuple) else []
-
-
-__all__ = ["PARTS", "REFERENCE", "VARIABLES", "Call", "CallSite", "WalkedCall", "WalkedModel", "walk_model"]

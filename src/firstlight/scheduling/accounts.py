@@ -7,8 +7,6 @@ it but a later request, so it can be evicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 
@@ -42,15 +40,19 @@ class Account:
         indices: list[int] = taken.tolist()
         return indices
 
-    def share(self, indices: Iterable[int]) -> None:
+    def share(self, indices: list[int]) -> None:
         """One more reference to each index; all are held already, and none is named twice."""
-        chosen = np.fromiter(indices, np.int32)
+        if not indices:
+            return
+        chosen = np.asarray(indices, np.int32)
         self._counts[chosen] += 1
         self.idle -= int(np.count_nonzero(self._kept[chosen] & (self._counts[chosen] == 2)))
 
-    def release(self, indices: Iterable[int]) -> None:
+    def release(self, indices: list[int]) -> None:
         """One reference less to each index; those without any are free again. None is named twice."""
-        chosen = np.fromiter(indices, np.int32)
+        if not indices:
+            return
+        chosen = np.asarray(indices, np.int32)
         self._counts[chosen] -= 1
         counts = self._counts[chosen]
         if (counts < 0).any():
@@ -80,9 +82,9 @@ class Account:
         """How many hold this index."""
         return self._count[index]
 
-    def would_free(self, indices: Iterable[int]) -> int:
+    def would_free(self, indices: list[int]) -> int:
         """How many more could be had if each of these references were given back (an index may be named often)."""
-        chosen, times = np.unique(np.fromiter(indices, np.int32), return_counts=True)
+        chosen, times = np.unique(np.asarray(indices, np.int32), return_counts=True)
         return int(np.count_nonzero(self._counts[chosen] - times == self._kept[chosen]))
 
     def check_integrity(self, idle_only: bool = False) -> None:

@@ -48,7 +48,9 @@ class Admission:
     def plan(self, draft: Draft, budget: int) -> None:
         """Plans up to `budget` tokens of prefill."""
         online, offline = ServiceClass.ONLINE, ServiceClass.OFFLINE
-        ahead = min(self._share.tokens_ahead, self._options.offline_step_tokens, budget)
+        ahead = 0
+        if self._queues.waiting[online] or self._rows.online:
+            ahead = min(self._share.tokens_ahead, self._options.offline_step_tokens, budget)
         if self._queues.waiting[online] or self._queues.prefilling[online]:
             ahead = min(ahead, max(budget // 2, 1 if self._share.overdue else 0))
         used_ahead, blocked = self._prefill(draft, offline, ahead, ahead=True)

@@ -2,8 +2,9 @@
 
 While offline work wants to run, every planned token adds `share` to its credit and every offline token takes one away.
 In credit, it goes before online work: its prefill is planned first, its requests are admitted first, and those are
-protected from preemption until half the bucket has been overspent. When much is owed because nothing fits, online
-admissions wait until it does. Out of credit, it has what online work leaves, and is preempted for it.
+protected from preemption until half the bucket has been overspent and they have given as many tokens as were prefilled
+for them. When much is owed because nothing fits, online admissions wait until it does. Out of credit, offline work has
+what online work leaves, and is preempted for it.
 """
 
 from __future__ import annotations

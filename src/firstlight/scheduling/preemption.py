@@ -60,18 +60,23 @@ class Preemption:
         return [other for other in self._running() if not other.online and not self._is_protected(other)]
 
     def _is_protected(self, progress: Progress) -> bool:
-        gave_tokens = len(progress.output) > progress.joined_with
-        return progress.protected and not (gave_tokens and self._share.overspent)
+        return progress.protected and not (self._share.overspent and self._has_paid_off(progress))
+
+    @staticmethod
+    def _has_paid_off(progress: Progress) -> bool:
+        """Whether it has given as many tokens as it had prefilled, so that no more than half of its work is lost."""
+        return len(progress.output) - progress.joined_with >= max(progress.target - progress.hit.length, 1)
 
     def _victim_for_growth(self, progress: Progress) -> Progress:
         running = self._running()
         newer = [other for other in running if other.online == progress.online and other.order > progress.order]
         if not progress.online:
             return min(newer, key=self._is_protected, default=progress)
-        protected = [other for other in running if other.protected and len(other.output) > other.joined_with]
+        protected = [other for other in running if other.protected and self._has_paid_off(other)]
         return next(iter(self.preemptable() + newer + protected), progress)
 
     def preempt(self, progress: Progress) -> None:
+        """Takes a request out of the batch and back to waiting."""
         if progress.phase is Phase.PREFILL:
             self._queues.stop_prefill(progress)
         self._residency.preempt(progress)

@@ -66,7 +66,8 @@ class Progress:
     hit: what it took over when it joined. source_pinned: what the hit only copies or reads is still held.
     wishes: lengths at which a checkpoint is wanted. exports: planned, but not in the tree yet; `insert_at` is the
         computed length at which the page of one of them is full. made: those that are in the tree now.
-    protected: an offline request that may not be preempted for online ones; `joined_with` tokens of output.
+    protected: an offline request that may not be preempted for online ones (`preemption.py`). joined_with: tokens of
+        output when it joined.
     """
 
     request: Request
@@ -102,6 +103,7 @@ class Progress:
     exports: list[ExportedState] = field(default_factory=list)
     insert_at: int = NEVER
     made: list[Checkpoint] = field(default_factory=list)
+    _tokens: np.ndarray | None = None
 
     @property
     def online(self) -> bool:
@@ -122,4 +124,6 @@ class Progress:
         """[known] int32: prompt and output."""
         if not self.output:
             return self.request.prompt
-        return np.concatenate([self.request.prompt, np.asarray(self.output, np.int32)])
+        if self._tokens is None or len(self._tokens) != self.known:
+            self._tokens = np.concatenate([self.request.prompt, np.asarray(self.output, np.int32)])
+        return self._tokens

@@ -37,6 +37,11 @@ class RowTable:
         self._decoding: dict[int, Progress] = {}  # by row, in the order in which they began
         self._batch: Batch | None = None
 
+    @property
+    def online(self) -> int:
+        """Online requests with a row."""
+        return self.account.total - self.account.free - self.offline
+
     def join(self, progress: Progress) -> None:
         """Gives the request a row; one must be free."""
         (row,) = self.account.allocate(1)

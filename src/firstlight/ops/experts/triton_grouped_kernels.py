@@ -13,6 +13,7 @@ from firstlight.ops.experts import triton_thin_kernels as thin
 from firstlight.ops.experts.triton_sort_kernels import sorted_pairs
 from firstlight.ops.linear.triton_quantise import quantised
 from firstlight.ops.linear.triton_skinny_kernels import parts_of
+from firstlight.ops.triton_support import register_limit
 from firstlight.quant import Packed, Weight
 
 
@@ -132,7 +133,8 @@ TILES: list[tuple[float, dict[str, int]]] = [
     (12, {"block_m": 16, "block_i": 128, "warps": 4, "stages": 3, "block_n": 128, "down_warps": 4, "down_stages": 3}),
     (24, {"block_m": 32, "block_i": 128, "warps": 4, "stages": 3, "block_n": 128, "down_warps": 4, "down_stages": 3}),
     (float("inf"), {"block_m": 64, "block_i": 64, "warps": 4, "stages": 4,
-                    "block_n": 128, "n_tiles": 4, "down_warps": 4, "down_stages": 4}),
+                    "block_n": 128, "n_tiles": 4, "down_warps": 4, "down_stages": 4,
+                    "registers": 0, "down_registers": 0}),
 ]  # fmt: skip
 """Tile shapes by pairs per expert, up to the bound; with block_m under 64 the kernels are those of `triton_thin_kernels`."""
 
@@ -183,10 +185,11 @@ def experts(
     else:
         hidden = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
         wide: dict[str, Any] = {"BLOCK_K": 128 if packed else 64, "HAS_SCALE": packed}
-        gate_and_up[up_grid](hidden_ptr=hidden, **up_arguments, **wide)
+        gate_and_up[up_grid](hidden_ptr=hidden, **up_arguments, **wide, **register_limit(tile_shape["registers"]))
         hidden, hidden_scale = quantised(hidden, up_data.dtype) if packed else (hidden, hidden)
         down_grid = (triton.cdiv(hidden_size, tile_shape["block_n"] * tile_shape["n_tiles"]), bound)
-        down[down_grid](hidden, hidden_scale, N_TILES=tile_shape["n_tiles"], **down_arguments, **wide)
+        limit = register_limit(tile_shape["down_registers"])
+        down[down_grid](hidden, hidden_scale, N_TILES=tile_shape["n_tiles"], **down_arguments, **wide, **limit)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     block_h = min(triton.next_power_of_2(hidden_size), 1024)
     weighted_sum[(tokens, triton.cdiv(hidden_size, block_h))](

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK, PART = 1024, 64
+CHUNK, PART = 512, 128
 """Pairs that are counted together, and those that a program places."""
 
 
@@ -38,29 +38,32 @@ def count_pairs(
 def plan_tiles(
     experts_ptr, counts_ptr, tile_ptr, tiles_ptr, pairs, chunks, first_expert,
     E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, ONE_CHUNK: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
-    """One program. counts becomes the row at which each chunk's pairs of each expert begin.
+    """One program. counts becomes the row at which each chunk's pairs of each expert begin; SOME chunks are added up at once.
 
     tile [bound, 3]: (expert, first row, row after the last) of each tile of BLOCK_M rows. tiles [1]: how many there are.
     """
-    o_bin = tl.arange(0, BINS)
+    o_bin, o_some = tl.arange(0, BINS), tl.arange(0, SOME)
     if ONE_CHUNK:
         b_expert = expert_of(experts_ptr, tl.arange(0, CHUNK), pairs, first_expert, E)
         b_rows = tl.where(o_bin < E, tl.histogram(b_expert, BINS), 0)
-    else:
-        b_rows = tl.zeros([BINS], dtype=tl.int32)
-        for i_chunk in range(0, chunks):
-            b_rows += tl.load(counts_ptr + i_chunk * BINS + o_bin, mask=o_bin < E, other=0)
-    b_first = tl.cumsum(b_rows, axis=0) - b_rows
-    if ONE_CHUNK:
+        b_first = tl.cumsum(b_rows, axis=0) - b_rows
         tl.store(counts_ptr + o_bin, b_first)
     else:
+        b_rows = tl.zeros([BINS], dtype=tl.int32)
+        for i_chunk in range(0, chunks, SOME):
+            m_counts = (i_chunk + o_some < chunks)[:, None] & (o_bin < E)[None, :]
+            p_counts = counts_ptr + (i_chunk + o_some)[:, None] * BINS + o_bin[None, :]
+            b_rows += tl.sum(tl.load(p_counts, mask=m_counts, other=0), axis=0)
+        b_first = tl.cumsum(b_rows, axis=0) - b_rows
         b_next = b_first
-        for i_chunk in range(0, chunks):
-            p_counts = counts_ptr + i_chunk * BINS + o_bin
-            b_counts = tl.load(p_counts, mask=o_bin < E, other=0)
-            tl.store(p_counts, b_next)
-            b_next += b_counts
+        for i_chunk in range(0, chunks, SOME):
+            m_counts = (i_chunk + o_some < chunks)[:, None] & (o_bin < E)[None, :]
+            p_counts = counts_ptr + (i_chunk + o_some)[:, None] * BINS + o_bin[None, :]
+            b_counts = tl.load(p_counts, mask=m_counts, other=0)
+            tl.store(p_counts, b_next[None, :] + tl.cumsum(b_counts, axis=0) - b_counts, mask=m_counts)
+            b_next += tl.sum(b_counts, axis=0)
     b_tiles = (b_rows + BLOCK_M - 1) // BLOCK_M
     b_first_tile = tl.cumsum(b_tiles, axis=0) - b_tiles
     tl.store(tiles_ptr, tl.sum(b_tiles, axis=0))
@@ -104,7 +107,8 @@ def sorted_pairs(
     if chunks > 1:
         count_pairs[(chunks,)](chosen, counts, pairs, first_expert, **common)
     plan_tiles[(1,)](
-        chosen, counts, tile, tiles, pairs, chunks, first_expert, BLOCK_M=block_m, ONE_CHUNK=chunks == 1, **common
-    )
+        chosen, counts, tile, tiles, pairs, chunks, first_expert, BLOCK_M=block_m, ONE_CHUNK=chunks == 1,
+        SOME=min(16, triton.next_power_of_2(chunks)), num_warps=8, **common,
+    )  # fmt: skip
     place_pairs[(triton.cdiv(pairs, PART),)](chosen, counts, order, pairs, first_expert, PART=PART, **common)
     return order, tile, tiles

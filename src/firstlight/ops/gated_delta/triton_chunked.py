@@ -3,13 +3,14 @@
 With G the sum of log decays since the chunk's start and S the state before it, a chunk's updates are u = X (v - exp(G) S k),
 where X = (I + A)^-1 beta, A_ij = beta_i exp(G_i - G_j) (k_i . k_j) below the diagonal; its outputs are
 exp(G) S q + P u, P_ij = exp(G_i - G_j) (q_i . k_j) up to the diagonal; and the state after it is
-exp(G_64) S + sum_j exp(G_64 - G_j) u_j k_j^T. So there are five kernels:
+exp(G_64) S + sum_j exp(G_64 - G_j) u_j k_j^T. So there are six kernels:
 
 1. per chunk and head: convolution, norms of q and k (`convolutions_kernel`);
 2. per chunk and value head: gates, X and P (`matrices_kernel`);
 3. per request, value head and slice of values, chunk after chunk: outputs and states (`states_kernel`);
-4. the windows after the step (`windows_kernel`), which the first kernel reads as they were before it;
-5. the gated norm, over all of a head's values (`norm_kernel`).
+4. if there are exports: the rest of the way from a chunk's start to a token inside it (`exports_kernel`);
+5. the windows after the step (`windows_kernel`), which the first kernel reads as they were before it;
+6. the gated norm, over all of a head's values (`norm_kernel`).
 
 A slot that one request writes may not be read by another in the same step; programs run in no order.
 """
@@ -157,6 +158,21 @@ def run(
         STAGES=stages,
         num_warps=4,
     )
+    if exports.shape[0]:
+        kernels.exports_kernel[(value_heads * (value_dim // block_v), exports.shape[0])](
+            columns,
+            inverse,
+            total,
+            state_pool,
+            query_start,
+            exports,
+            requests,
+            state_pool.stride(0),
+            **sizes,
+            BLOCK_V=block_v,
+            BLOCK_R=block_requests,
+            num_warps=4,
+        )
     block_c = min(1024, 1 << (channels - 1).bit_length())
     kernels.windows_kernel[(-(-channels // block_c), requests)](
         mixed,

@@ -291,16 +291,7 @@ def states_kernel(
                 after = tl.maximum(tl.load(exports_ptr + 3 * i_e + 1).to(tl.int32), 0)
                 slot = tl.load(exports_ptr + 3 * i_e + 2).to(tl.int64)
                 if (tl.load(exports_ptr + 3 * i_e) == i_r) & (slot > 0) & (after <= count) & (after // CHUNK == done):
-                    part = after % CHUNK
-                    exported = S
-                    if part > 0:
-                        k, v, X, G = load_chunk(y_ptr, x_ptr, g_ptr, i_n, done, count, c_k, c_v, C, HV, CHUNK)
-                        u = chunk_updates(S, k, v, X, G)
-                        reached = tl.sum(tl.where(o_i == part - 1, G, 0.0), 0)
-                        weight = tl.exp(tl.where(o_i < part, reached - G, float("-inf")))
-                        added = tl.dot(tl.trans(k), (u * weight[:, None]).to(k.dtype), input_precision="ieee")
-                        exported = S * tl.exp(reached) + added
-                    tl.store(state_pool_ptr + slot * state_stride_slot + o_s, exported)
+                    tl.store(state_pool_ptr + slot * state_stride_slot + o_s, S)
             o_e = tl.arange(0, BLOCK_E)
             m_e = o_e < exports_count
             after = tl.maximum(tl.load(exports_ptr + 3 * o_e + 1, mask=m_e, other=0).to(tl.int32), 0)
@@ -323,6 +314,67 @@ def states_kernel(
         done = tl.where(stop > done, stop, chunks + 1)
     if target > 0:
         tl.store(state_pool_ptr + target * state_stride_slot + o_s, S)
+
+
+@triton.jit
+def exports_kernel(
+    columns_ptr,
+    inverse_ptr,
+    total_ptr,
+    state_pool_ptr,
+    query_start_ptr,
+    exports_ptr,
+    requests,
+    state_stride_slot,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Takes exported states from the start of the chunk, where `states_kernel` left them, to a token inside it."""
+    SLICES: tl.constexpr = V // BLOCK_V
+    C: tl.constexpr = 2 * HK * K + HV * V
+    i_hv = tl.program_id(0) // SLICES
+    i_v = tl.program_id(0) % SLICES
+    i_e = tl.program_id(1)
+    i_r = tl.load(exports_ptr + 3 * i_e).to(tl.int32)
+    after = tl.load(exports_ptr + 3 * i_e + 1).to(tl.int32)
+    slot = tl.load(exports_ptr + 3 * i_e + 2).to(tl.int64)
+    known = (slot > 0) & (i_r >= 0) & (i_r < requests)
+    first = tl.load(query_start_ptr + i_r, mask=known, other=0).to(tl.int64)
+    end = tl.load(query_start_ptr + i_r + 1, mask=known, other=0).to(tl.int64)
+    count = (end - first).to(tl.int32)
+    part = after % CHUNK
+    if (slot <= 0) | (after <= 0) | (after > count) | (part == 0):
+        return
+    o_r, ends = chunks_before(query_start_ptr, requests, BLOCK_R, CHUNK)
+    i_n = tl.max(tl.where(o_r < i_r, ends, 0), 0).to(tl.int64)
+    o_i = tl.arange(0, CHUNK)
+    o_k = tl.arange(0, K)
+    o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    o_s = i_hv * (V * K) + o_v[None, :] * K + o_k[:, None]
+    S = tl.load(state_pool_ptr + slot * state_stride_slot + o_s)
+    k, v, X, G = load_chunk(
+        columns_ptr + first * C,
+        inverse_ptr + i_hv * (CHUNK * CHUNK),
+        total_ptr + i_hv * CHUNK,
+        i_n,
+        after // CHUNK,
+        count,
+        HK * K + i_hv // (HV // HK) * K + o_k,
+        2 * HK * K + i_hv * V + o_v,
+        C,
+        HV,
+        CHUNK,
+    )
+    u = chunk_updates(S, k, v, X, G)
+    reached = tl.sum(tl.where(o_i == part - 1, G, 0.0), 0)
+    weight = tl.exp(tl.where(o_i < part, reached - G, float("-inf")))
+    added = tl.dot(tl.trans(k), (u * weight[:, None]).to(k.dtype), input_precision="ieee")
+    tl.store(state_pool_ptr + slot * state_stride_slot + o_s, S * tl.exp(reached) + added)
 
 
 @triton.jit

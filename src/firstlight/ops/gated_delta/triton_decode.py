@@ -48,11 +48,15 @@ def unsupported(call: Call) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a program goes through its state: so many rows at a time, fetched `stages` tiles ahead, by so many warps."""
+    """How a program goes through its state: so many rows at a time, fetched `stages` tiles ahead, by so many warps.
+
+    registers: of a thread, at most; 0 leaves it to the compiler. (NVIDIA GPUs only.)
+    """
 
     rows: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 def choose_tiles(programs: int, value_dim: int, key_dim: int) -> Tiles:
@@ -139,6 +143,7 @@ def run(
         WHOLE=tiles.rows == value_dim,
         ROUND_PRODUCT=promoted == mixed.dtype and promoted.itemsize == 2,
         num_warps=tiles.warps,
+        **({"maxnreg": tiles.registers} if tiles.registers and mixed.is_cuda and not torch.version.hip else {}),
     )
     return out
 

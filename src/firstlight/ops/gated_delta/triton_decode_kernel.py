@@ -1,7 +1,4 @@
-"""The kernel of `triton_decode`. Letters: B T H HK HV K V as in the op; W taps of the convolution.
-
-A state goes by in tiles [BLOCK_V, K], fetched ahead of their use, or at once (WHOLE), which is quicker as long as there are
-fewer programs than multiprocessors. v and o wait in registers as [V / BLOCK_V, BLOCK_V], a row for each tile.
+"""The kernels of `triton_decode`. Letters: T HK HV K V as in the op; W taps of the convolution, TAPS padded to a power of two.
 """
 
 from __future__ import annotations
@@ -115,11 +112,8 @@ def gated_delta_decode_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
     W: tl.constexpr,
     TAPS: tl.constexpr,
-    WHOLE: tl.constexpr,
     ROUND_PRODUCT: tl.constexpr,
 ):
     i_hv = tl.program_id(0)
@@ -135,13 +129,10 @@ def gated_delta_decode_kernel(
 
     o_k = tl.arange(0, K)
     o_v = tl.arange(0, V)
-    o_n = tl.arange(0, V // BLOCK_V)[:, None]
-    o_s = tl.arange(0, BLOCK_V)[:, None] * K + o_k[None, :]
+    o_s = o_v[:, None] * K + o_k[None, :]
     held_ptr = state_pool_ptr + source * state_stride_slot + i_hv * (V * K)
-    tile = tl.zeros([BLOCK_V, K], tl.float32)
-    if WHOLE:
-        # The state is most of what is read: ask for it first.
-        tile = tl.load(held_ptr + o_s, mask=has_state & (o_s >= 0), other=0.0)
+    # The state is most of what is read: ask for it first.
+    state = tl.load(held_ptr + o_s, mask=has_state & (o_s >= 0), other=0.0)
 
     x_ptr = mixed_ptr + row * mixed_stride_t
     window_ptr = conv_pool_ptr + source * conv_stride_slot
@@ -154,10 +145,9 @@ def gated_delta_decode_kernel(
     a = tl.load(a_ptr + row * a_stride_t + i_hv).to(tl.float32) + tl.load(dt_bias_ptr + i_hv).to(tl.float32)
     decay = tl.exp(-tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32)) * softplus(a))
     beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + row * b_stride_t + i_hv).to(tl.float32)))
-    if WHOLE:
-        window_q = next_window(x_ptr, window_ptr, c_q, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
-        window_k = next_window(x_ptr, window_ptr, c_k, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
-        window_v = next_window(x_ptr, window_ptr, c_v, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+    window_q = next_window(x_ptr, window_ptr, c_q, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+    window_k = next_window(x_ptr, window_ptr, c_k, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+    window_v = next_window(x_ptr, window_ptr, c_v, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
     z = tl.load(z_ptr + row * z_stride_t + i_hv * V + o_v).to(tl.float32)
     norm_weight = tl.load(norm_weight_ptr + o_v).to(tl.float32)
 
@@ -167,7 +157,6 @@ def gated_delta_decode_kernel(
     q = (q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * K**-0.5)).to(dtype).to(tl.float32)
     k = (k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)).to(dtype).to(tl.float32)
     overlap = tl.sum(k * q, 0)
-    values = tl.reshape(v.to(tl.float32), [V // BLOCK_V, BLOCK_V])
 
     # Every thread of this program has read its windows; the last program to say so writes the key head's part.
     tl.debug_barrier()
@@ -190,35 +179,18 @@ def gated_delta_decode_kernel(
                 window = next_window(x_ptr, window_ptr, c_k, has_state, moves, conv_stride_c, conv_stride_w, W, TAPS)
                 store_window(copy_ptr, c_k, window, conv_stride_c, conv_stride_w, W, TAPS)
             if after <= 1:
-                written_ptr = state_pool_ptr + slot * state_stride_slot + i_hv * (V * K)
-                for i_n in range(0, V // BLOCK_V):
-                    exported = tl.load(held_ptr + i_n * (BLOCK_V * K) + o_s, mask=has_state & (o_s >= 0), other=0.0)
-                    v_n = tl.sum(tl.where(o_n == i_n, values, 0.0), 0)
-                    exported, _ = advance(exported, v_n, q, k, decay, beta, overlap, moves)
-                    tl.store(written_ptr + i_n * (BLOCK_V * K) + o_s, exported)
+                exported, _ = advance(state, v.to(tl.float32), q, k, decay, beta, overlap, moves)
+                tl.store(state_pool_ptr + slot * state_stride_slot + i_hv * (V * K) + o_s, exported)
 
-    written_ptr = state_pool_ptr + target * state_stride_slot + i_hv * (V * K)
-    answers = tl.zeros([V // BLOCK_V, BLOCK_V], tl.float32)
-    for i_n in tl.range(0, V // BLOCK_V, num_stages=STAGES):
-        if not WHOLE:
-            tile = tl.load(held_ptr + i_n * (BLOCK_V * K) + o_s, mask=has_state & (o_s >= 0), other=0.0)
-        v_n = tl.sum(tl.where(o_n == i_n, values, 0.0), 0)
-        written, o_n_values = advance(tile, v_n, q, k, decay, beta, overlap, has_token)
-        tl.store(written_ptr + i_n * (BLOCK_V * K) + o_s, written, mask=(target > 0) & (o_s >= 0))
-        answers = tl.where(o_n == i_n, o_n_values[None, :], answers)
-
+    state, o = advance(state, v.to(tl.float32), q, k, decay, beta, overlap, has_token)
+    tl.store(state_pool_ptr + target * state_stride_slot + i_hv * (V * K) + o_s, state, mask=(target > 0) & (o_s >= 0))
     if has_token:
-        o = tl.reshape(answers, [V]).to(dtype).to(tl.float32)
+        o = o.to(dtype).to(tl.float32)
         y = (o * tl.rsqrt(tl.sum(o * o, 0) / V + eps)).to(dtype).to(tl.float32)
         product = y * norm_weight
         if ROUND_PRODUCT:
             product = product.to(dtype).to(tl.float32)
         tl.store(out_ptr + row * (HV * V) + i_hv * V + o_v, (product * silu(z)).to(dtype))
-    if not WHOLE:
-        window_q = next_window(x_ptr, window_ptr, c_q, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
-        window_k = next_window(x_ptr, window_ptr, c_k, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
-        window_v = next_window(x_ptr, window_ptr, c_v, has_state, has_token, conv_stride_c, conv_stride_w, W, TAPS)
-        tl.debug_barrier()
     if target > 0:
         copy_ptr = conv_pool_ptr + target * conv_stride_slot
         store_window(copy_ptr, c_v, window_v, conv_stride_c, conv_stride_w, W, TAPS)
@@ -228,3 +200,174 @@ def gated_delta_decode_kernel(
     if GROUP > 1:
         if last:
             tl.store(tickets_ptr + i_r * HK + i_hk, 0)
+
+
+@triton.jit
+def prepare_kernel(
+    mixed_ptr,
+    a_ptr,
+    b_ptr,
+    conv_weight_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    conv_pool_ptr,
+    query_start_ptr,
+    state_in_ptr,
+    state_out_ptr,
+    exports_ptr,
+    columns_ptr,
+    gates_ptr,
+    exports_count,
+    tokens,
+    mixed_stride_t,
+    a_stride_t,
+    b_stride_t,
+    weight_stride_c,
+    weight_stride_w,
+    conv_stride_slot,
+    conv_stride_c,
+    conv_stride_w,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    W: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """One head of q, k (normalised, q scaled) or v of one request, with its part of the window, and a value head's gates."""
+    i_h = tl.program_id(0)
+    i_r = tl.program_id(1).to(tl.int64)
+    source = tl.load(state_in_ptr + i_r).to(tl.int64)
+    target = tl.load(state_out_ptr + i_r).to(tl.int64)
+    first = tl.load(query_start_ptr + i_r).to(tl.int64)
+    has_token = tl.load(query_start_ptr + i_r + 1).to(tl.int64) > first
+    row = tl.minimum(first, tokens - 1)
+    x_ptr = mixed_ptr + row * mixed_stride_t
+    y_ptr = columns_ptr + i_r * (2 * HK * K + HV * V)
+    window_ptr = conv_pool_ptr + source * conv_stride_slot
+    if i_h < 2 * HK:
+        o_c = i_h * K + tl.arange(0, K)
+        y = convolve(x_ptr, conv_weight_ptr, window_ptr, o_c, source > 0, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
+        wide = y.to(tl.float32)
+        scale = tl.where(i_h < HK, K**-0.5, 1.0)
+        tl.store(y_ptr + o_c, (wide * (tl.rsqrt(tl.sum(wide * wide, 0) + 1e-6) * scale)).to(y.dtype))
+        write_windows(x_ptr, conv_pool_ptr, source, target, exports_ptr, exports_count, i_r, o_c, has_token, conv_stride_slot, conv_stride_c, conv_stride_w, W, TAPS)
+    else:
+        i_hv = i_h - 2 * HK
+        o_c = 2 * HK * K + i_hv * V + tl.arange(0, V)
+        y = convolve(x_ptr, conv_weight_ptr, window_ptr, o_c, source > 0, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
+        tl.store(y_ptr + o_c, y)
+        a = tl.load(a_ptr + row * a_stride_t + i_hv).to(tl.float32) + tl.load(dt_bias_ptr + i_hv).to(tl.float32)
+        b = tl.load(b_ptr + row * b_stride_t + i_hv).to(tl.float32)
+        decay = tl.exp(-tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32)) * softplus(a))
+        tl.store(gates_ptr + (i_r * HV + i_hv) * 2, decay)
+        tl.store(gates_ptr + (i_r * HV + i_hv) * 2 + 1, 1.0 / (1.0 + tl.exp(-b)))
+        write_windows(x_ptr, conv_pool_ptr, source, target, exports_ptr, exports_count, i_r, o_c, has_token, conv_stride_slot, conv_stride_c, conv_stride_w, W, TAPS)
+
+
+@triton.jit
+def write_windows(
+    x_ptr,
+    pool_ptr,
+    source,
+    target,
+    exports_ptr,
+    exports_count,
+    i_r,
+    o_c,
+    has_token,
+    conv_stride_slot,
+    conv_stride_c,
+    conv_stride_w,
+    W: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """The windows of channels that this program alone reads and writes: those exported, then the one after the step."""
+    window_ptr = pool_ptr + source * conv_stride_slot
+    for i_e in range(exports_count):
+        slot = tl.load(exports_ptr + 3 * i_e + 2).to(tl.int64)
+        if (tl.load(exports_ptr + 3 * i_e) == i_r) & (slot > 0):
+            moves = (tl.load(exports_ptr + 3 * i_e + 1) > 0) & has_token
+            window = next_window(x_ptr, window_ptr, o_c, source > 0, moves, conv_stride_c, conv_stride_w, W, TAPS)
+            store_window(pool_ptr + slot * conv_stride_slot, o_c, window, conv_stride_c, conv_stride_w, W, TAPS)
+    window = next_window(x_ptr, window_ptr, o_c, source > 0, has_token, conv_stride_c, conv_stride_w, W, TAPS)
+    tl.debug_barrier()
+    if target > 0:
+        store_window(pool_ptr + target * conv_stride_slot, o_c, window, conv_stride_c, conv_stride_w, W, TAPS)
+
+
+@triton.jit
+def recurrence_kernel(
+    columns_ptr,
+    gates_ptr,
+    z_ptr,
+    norm_weight_ptr,
+    state_pool_ptr,
+    query_start_ptr,
+    state_in_ptr,
+    state_out_ptr,
+    exports_ptr,
+    out_ptr,
+    eps,
+    exports_count,
+    z_stride_t,
+    state_stride_slot,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROUND_PRODUCT: tl.constexpr,
+):
+    """The recurrence and the gated norm of one value head, its state going by in tiles that are fetched ahead.
+
+    o waits in its place in the output until the norm has seen all of it: it is rounded to that dtype anyway.
+    """
+    i_hv = tl.program_id(0)
+    i_r = tl.program_id(1).to(tl.int64)
+    source = tl.load(state_in_ptr + i_r).to(tl.int64)
+    target = tl.load(state_out_ptr + i_r).to(tl.int64)
+    row = tl.load(query_start_ptr + i_r).to(tl.int64)
+    has_token = tl.load(query_start_ptr + i_r + 1).to(tl.int64) > row
+    dtype = out_ptr.dtype.element_ty
+    o_k = tl.arange(0, K)
+    o_b = tl.arange(0, BLOCK_V)
+    o_s = o_b[:, None] * K + o_k[None, :]
+    y_ptr = columns_ptr + i_r * (2 * HK * K + HV * V)
+    q = tl.load(y_ptr + i_hv // (HV // HK) * K + o_k).to(tl.float32)
+    k = tl.load(y_ptr + HK * K + i_hv // (HV // HK) * K + o_k).to(tl.float32)
+    v_ptr = y_ptr + 2 * HK * K + i_hv * V
+    decay = tl.load(gates_ptr + (i_r * HV + i_hv) * 2)
+    beta = tl.load(gates_ptr + (i_r * HV + i_hv) * 2 + 1)
+    overlap = tl.sum(k * q, 0)
+    source_ptr = state_pool_ptr + source * state_stride_slot + i_hv * (V * K)
+    held = (source > 0) & (o_s >= 0)
+    for i_e in range(exports_count):
+        slot = tl.load(exports_ptr + 3 * i_e + 2).to(tl.int64)
+        after = tl.load(exports_ptr + 3 * i_e + 1)
+        if (tl.load(exports_ptr + 3 * i_e) == i_r) & (slot > 0) & (after <= 1):
+            target_ptr = state_pool_ptr + slot * state_stride_slot + i_hv * (V * K)
+            for i_v in range(0, V, BLOCK_V):
+                tile = tl.load(source_ptr + i_v * K + o_s, mask=held, other=0.0)
+                v = tl.load(v_ptr + i_v + o_b).to(tl.float32)
+                tile, _ = advance(tile, v, q, k, decay, beta, overlap, (after > 0) & has_token)
+                tl.store(target_ptr + i_v * K + o_s, tile)
+    target_ptr = state_pool_ptr + target * state_stride_slot + i_hv * (V * K)
+    row_ptr = out_ptr + row * (HV * V) + i_hv * V
+    for i_v in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        tile = tl.load(source_ptr + i_v * K + o_s, mask=held, other=0.0)
+        v = tl.load(v_ptr + i_v + o_b).to(tl.float32)
+        tile, o = advance(tile, v, q, k, decay, beta, overlap, has_token)
+        tl.store(target_ptr + i_v * K + o_s, tile, mask=(target > 0) & (o_s >= 0))
+        tl.store(row_ptr + i_v + o_b, o.to(dtype), mask=has_token & (o_b >= 0))
+    tl.debug_barrier()
+    if has_token:
+        o_v = tl.arange(0, V)
+        z = tl.load(z_ptr + row * z_stride_t + i_hv * V + o_v).to(tl.float32)
+        o = tl.load(row_ptr + o_v).to(tl.float32)
+        y = (o * tl.rsqrt(tl.sum(o * o, 0) / V + eps)).to(dtype).to(tl.float32)
+        product = y * tl.load(norm_weight_ptr + o_v).to(tl.float32)
+        if ROUND_PRODUCT:
+            product = product.to(dtype).to(tl.float32)
+        tl.store(row_ptr + o_v, (product * silu(z)).to(dtype))

@@ -49,6 +49,6 @@ def cost(
 
 linear = Op("linear", body, abstract=abstract, cost=cost)
 linear.provide("torch", torch_plain.run, when=torch_plain.when)
-linear.provide("torch_block_fp8", torch_block_fp8.run, when=torch_block_fp8.when, rank=4)
+linear.provide("torch_block_fp8", torch_block_fp8.run, when=torch_block_fp8.when, rank=5)
 linear.provide("triton_skinny", triton_skinny.run, when=triton_skinny.when, rank=3)
-linear.provide("triton_block_fp8", triton_block_fp8.run, when=triton_block_fp8.when, rank=2)
+linear.provide("triton_block_fp8", triton_block_fp8.run, when=triton_block_fp8.when, rank=4)

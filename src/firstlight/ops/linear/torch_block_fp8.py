@@ -14,7 +14,7 @@ from firstlight.quant import Packed
 
 SCALE_COLUMNS = 4
 """cuBLASLt reads rows of weight scales in fours."""
-LEAST_TOKENS = 512
+LEAST_TOKENS = 256
 """Below it, tiles of its fixed size are mostly empty."""
 
 

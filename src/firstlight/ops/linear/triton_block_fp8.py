@@ -16,6 +16,8 @@ from firstlight.ops.triton_support import unavailable
 from firstlight.quant import Packed
 
 BLOCK = 128
+LEAST_TOKENS = 2
+"""One token is quicker as a dot product, without being quantised."""
 
 
 def when(call: Call) -> str | None:
@@ -25,6 +27,8 @@ def when(call: Call) -> str | None:
     x, weight = call.args[:2]
     if isinstance(x, Packed) or x.dtype not in (torch.bfloat16, torch.float16):
         return f"the activations are {x.format if isinstance(x, Packed) else x.dtype}"
+    if x.shape[0] < LEAST_TOKENS:
+        return f"serves {LEAST_TOKENS} tokens or more, not {x.shape[0]}"
     if not isinstance(weight, Packed):
         return "reads FP8 weights only"
     if reason := weight_refusal(weight, call.hardware.architecture):

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from firstlight.ops.linear.triton_quantise import quantised
+from firstlight.ops.triton_support import register_limit
 from firstlight.quant import Packed
 
 
@@ -52,21 +53,23 @@ def multiply(
 @triton.jit
 def multiply_thin(
     x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, T, N, K, x_scale_stride_t, w_stride_n, scale_stride_n,
+    part_columns, y_stride_part,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """A program owns BLOCK_N columns of y for all of up to BLOCK_T tokens, BLOCK_N dividing 128.
+    """A program owns BLOCK_N columns of y for all of up to BLOCK_T tokens, over a part of K; BLOCK_N divides 128.
 
     The weights are the left operand: Hopper's FP8 instructions want 64 rows there, and 8 or more on the right.
     """
-    i_n = tl.program_id(0).to(tl.int64)
-    o_n, o_t, o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), tl.arange(0, 128)
+    i_n, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = i_part * part_columns
+    o_n, o_t, o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), first + tl.arange(0, 128)
     m_t, m_n = o_t < T, o_n < N
     p_x = x_ptr + o_t[None, :] * K + o_k[:, None]
     p_w = w_ptr + o_n[:, None] * w_stride_n + o_k[None, :]
     p_x_scale = x_scale_ptr + o_t * x_scale_stride_t
     p_scale = scale_ptr + i_n * BLOCK_N // 128 * scale_stride_n
     b_acc = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
-    for i_k in range(0, K // 128):
+    for i_k in range(first // 128, min(K, first + part_columns) // 128):
         b_w = tl.load(p_w, mask=m_n[:, None], other=0.0)
         b_x = tl.load(p_x, mask=m_t[None, :], other=0.0)
         b_scale = tl.load(p_x_scale + i_k, mask=m_t, other=0.0) * tl.load(p_scale + i_k).to(tl.float32)
@@ -75,15 +78,30 @@ def multiply_thin(
         p_w += 128
     if HAS_BIAS:
         b_acc += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
-    p_y = y_ptr + o_t[None, :] * N + o_n[:, None]
+    p_y = y_ptr + i_part * y_stride_part + o_t[None, :] * N + o_n[:, None]
     tl.store(p_y, b_acc.to(y_ptr.dtype.element_ty), mask=m_t[None, :] & m_n[:, None])
 
 
+@triton.jit
+def add_parts(parts_ptr, bias_ptr, y_ptr, N, parts, part_stride, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """y [T, N] = sum of parts [parts, T, N] in their order, + bias."""
+    i_t = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < N
+    b_y = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for i in range(0, parts):
+        b_y += tl.load(parts_ptr + i * part_stride + i_t * N + o_n, mask=m_n, other=0.0)
+    if HAS_BIAS:
+        b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    tl.store(y_ptr + i_t * N + o_n, b_y.to(y_ptr.dtype.element_ty), mask=m_n)
+
+
+PROGRAMS, MOST_PARTS = 384, 8
+"""Programs that `multiply_thin` aims at, about three a multiprocessor, and the most parts that K is cut into."""
+
 TILES: list[tuple[float, dict[str, int]]] = [
-    (16, {"block_t": 16, "block_n": 64, "warps": 4, "stages": 6}),
-    (32, {"block_t": 32, "block_n": 64, "warps": 4, "stages": 6}),
-    (64, {"block_t": 64, "block_n": 64, "warps": 4, "stages": 4}),
-    (256, {"block_t": 64, "block_n": 128, "warps": 4, "stages": 4}),
+    (16, {"block_t": 16, "block_n": 64, "warps": 4, "stages": 4}),
+    (32, {"block_t": 32, "block_n": 64, "warps": 4, "stages": 4}),
     (float("inf"), {"block_t": 64, "block_n": 128, "warps": 4, "stages": 4}),
 ]
 """Tile shapes by tokens, up to the bound; with block_t under 64 the weights are the left operand."""
@@ -107,8 +125,20 @@ def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
     }  # fmt: skip
     tiles_n = triton.cdiv(rows, shape["block_n"])
     if shape["block_t"] < 64:
-        multiply_thin[(tiles_n,)](*arguments, **common)
+        # Few column tiles leave multiprocessors idle: cut K, so that there are about PROGRAMS programs.
+        steps = columns // 128
+        per_part = triton.cdiv(steps, shape.get("parts", min(MOST_PARTS, max(1, round(PROGRAMS / tiles_n)))))
+        parts = triton.cdiv(steps, per_part)
+        partial = torch.empty((parts, tokens, rows), dtype=torch.float32, device=x.device) if parts > 1 else y
+        thin = common | {"HAS_BIAS": bias is not None and parts == 1}
+        multiply_thin[(tiles_n, parts)](
+            *arguments[:5], partial, *arguments[6:], part_columns=per_part * 128, y_stride_part=tokens * rows, **thin
+        )
+        if parts > 1:
+            add_parts[(tokens, triton.cdiv(rows, 512))](
+                partial, arguments[4], y, rows, parts, tokens * rows, BLOCK_N=512, HAS_BIAS=bias is not None
+            )
     else:
         grid = (triton.cdiv(tokens, shape["block_t"]) * tiles_n,)
-        multiply[grid](*arguments, TILES_TOGETHER=shape.get("together", 16), **common)
+        multiply[grid](*arguments, TILES_TOGETHER=shape.get("together", 16), **common, **register_limit(shape.get("registers", 0)))
     return y

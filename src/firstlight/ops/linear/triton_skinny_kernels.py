@@ -65,13 +65,15 @@ def parts_of(weight: Weight) -> tuple[Tensor, Tensor, tuple[int, int]]:
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, **tuning: int) -> Tensor:
-    """x [T, K], columns adjacent, T in 1, 2, 3, 4. tuning: block_n, block_k, num_warps in place of the defaults."""
+    """x [T, K], columns adjacent, T from 1 to 8. tuning: block_n, block_k, num_warps in place of the defaults."""
     tokens, columns = x.shape
     rows = weight.shape[0]
     data, scale, block = parts_of(weight)
+    together = 1 << tokens.bit_length() - 1  # a tile's sizes are powers of two
+    if together < tokens:
+        halves = (x[:together], x[together:])
+        return torch.cat([product(half, weight, bias, dtype, **tuning) for half in halves])
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
-    if tokens == 3:  # a tile's sizes are powers of two
-        return torch.cat([product(x[:2], weight, bias, dtype, **tuning), product(x[2:], weight, bias, dtype, **tuning)])
     wide = columns >= 4096 and data.element_size() == 1
     block_k = tuning.get("block_k", min(triton.next_power_of_2(columns), 4096 if wide else 1024 if rows >= 4096 else 2048))
     block_n = tuning.get("block_n", 8 if rows >= 4096 else 4 if rows >= 1024 else 2)

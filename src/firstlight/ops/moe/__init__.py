@@ -9,6 +9,7 @@ from torch import Tensor
 from firstlight.ops.add import add
 from firstlight.ops.experts import experts
 from firstlight.ops.linear import linear
+from firstlight.ops.moe import triton_few
 from firstlight.ops.op import Op
 from firstlight.ops.route import route
 from firstlight.ops.sigmoid_mul import sigmoid_mul
@@ -74,3 +75,4 @@ def abstract(x: Tensor, *args: object, **kwargs: object) -> Tensor:
 
 
 moe = Op("moe", body, abstract=abstract, parts=(linear, route, experts, silu_mul, sigmoid_mul, add))
+moe.provide("triton_few", triton_few.run, when=triton_few.when, rank=2)

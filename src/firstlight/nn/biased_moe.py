@@ -1,0 +1,80 @@
+"""A mixture of experts whose router adds a bias to choose, and doesn't count it: load is balanced without a loss.
+
+("Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from firstlight.nn.mlp import MoE
+from firstlight.nn.module import Build, Segment, WeightSpec
+from firstlight.step import StepBatch
+
+
+class BiasedMoE(MoE):
+    """Sigmoid scores, choice by score + bias among the best groups, and a shared expert that counts in full.
+
+    shared: its intermediate size, or 0. scale: routed weights are multiplied by it. names: of a checkpoint's gate, up and down
+    projections of one expert.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        *,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        intermediate: int,
+        shared: int,
+        renormalise: bool,
+        groups: int,
+        top_groups: int,
+        scale: float,
+    ) -> None:
+        super().__init__(
+            build,
+            name,
+            hidden=hidden,
+            experts=experts,
+            top_k=top_k,
+            intermediate=intermediate,
+            renormalise=renormalise,
+            scoring="sigmoid",
+        )
+        tp = build.mesh.tp
+        self.groups, self.top_groups, self.scale = groups, top_groups, scale
+        self.vector("bias", f"{name}.gate.e_score_correction_bias", experts, torch.float32, init="zeros", group=tp)
+        if shared:
+            prefix = f"{name}.shared_experts"
+            parts = tuple(Segment(f"{prefix}.{part}_proj.weight", shared, 1) for part in ("gate", "up"))
+            form = build.scheme.format(parts[0].source)
+            self.declare("shared_gate_up_proj", WeightSpec((2 * shared, hidden), (parts,), form, tp), build.dtype)
+            part = Segment(f"{prefix}.down_proj.weight", shared, 1)
+            form = build.scheme.format(part.source)
+            self.declare("shared_down_proj", WeightSpec((hidden, shared), ((part,),), form, tp, axis=1), build.dtype)
+
+    def forward(self, step: StepBatch, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H], a partial sum over tensor-parallel (and expert-parallel) ranks."""
+        return self.mixture[step.bucket.index](
+            x,
+            self.router,
+            self.gate_up_proj,
+            self.down_proj,
+            self.shared_gate_up_proj,
+            self.shared_down_proj,
+            None,
+            live=step.live,
+            top_k=self.top_k,
+            scoring=self.scoring,
+            renormalise=self.renormalise,
+            bias=self.bias,
+            groups=self.groups,
+            top_groups=self.top_groups,
+            scale=self.scale,
+            first_expert=self.first_expert,
+        )
+
+    bias: torch.Tensor

@@ -1,0 +1,120 @@
+"""Triton's products, routing, norms and sampling on a GPU, against the references in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from product_checks import (
+    check_copies, check_experts, check_linear, check_moe, check_route, check_rows, check_sample, draw, fp8,
+)  # fmt: skip
+
+from firstlight.ops.experts import triton_few, triton_grouped
+from firstlight.ops.linear import torch_block_fp8, triton_block_fp8, triton_skinny
+from firstlight.ops.moe import triton_few as triton_few_moe
+from firstlight.ops.route import triton_fused
+from firstlight.ops.sample import triton_split
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+BF16 = torch.bfloat16
+ROUNDED = 6e-3
+"""bfloat16's roundings, over the RMS of the answer."""
+QUANTISED = 4e-2
+"""Activations in FP8, one scale a token and 128 columns."""
+QUANTISED_TWICE = 8e-2
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 2048), (130, 200), (2048, 4096), (4100, 2048)])
+def test_skinny(tokens: int, rows: int, columns: int) -> None:
+    check_linear(triton_skinny.run, "cuda", BF16, tokens, rows, columns, ROUNDED, bias=True)
+    check_linear(triton_skinny.run, "cuda", BF16, tokens, rows, columns, ROUNDED, block=None)
+    check_linear(triton_skinny.run, "cuda", BF16, tokens, rows, columns, ROUNDED, block=(64, 32), result=torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [2, 16, 31, 65, 300])
+@pytest.mark.parametrize(("rows", "columns"), [(130, 256), (2048, 4096), (1000, 640)])
+def test_block_fp8(tokens: int, rows: int, columns: int) -> None:
+    check_linear(triton_block_fp8.run, "cuda", BF16, tokens, rows, columns, QUANTISED, bias=True)
+
+
+@pytest.mark.parametrize("tokens", [256, 257, 1030])
+def test_torch_block_fp8(tokens: int) -> None:
+    check_linear(torch_block_fp8.run, "cuda", BF16, tokens, 384, 1024, QUANTISED)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("packed", [False, True])
+def test_few_experts(tokens: int, packed: bool) -> None:
+    check_experts(
+        triton_few.run, "cuda", BF16, tokens + 1, 24, 5, 640, 384, 2 * ROUNDED, packed=packed, first_expert=1
+    )
+
+
+@pytest.mark.parametrize("tokens", [3, 40, 150, 700])
+@pytest.mark.parametrize("packed", [False, True])
+def test_grouped_experts(tokens: int, packed: bool) -> None:
+    tolerance = QUANTISED_TWICE if packed else 2 * ROUNDED
+    check_experts(triton_grouped.run, "cuda", BF16, tokens, 24, 5, 640, 384, tolerance, packed=packed, first_expert=1)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("packed", [False, True])
+def test_mixture(tokens: int, packed: bool) -> None:
+    check_moe(
+        triton_few_moe.run, "cuda", torch.float32, tokens, 24, 5, 640, 384, 256, 1e-4, packed=packed, gated=tokens != 3
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"scoring": "sigmoid", "biased": True, "scale": 2.5}])
+@pytest.mark.parametrize(("experts", "top_k"), [(256, 8), (512, 10), (60, 4)])
+def test_route(experts: int, top_k: int, options: dict[str, Any]) -> None:
+    check_route(triton_fused.run, "cuda", 37, experts, top_k, renormalise=not options, **options)
+
+
+@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (BF16, 2e-2)])
+@pytest.mark.parametrize("columns", [72, 128, 2048, 5120])
+def test_rows(dtype: torch.dtype, tolerance: float, zero_centred: bool, columns: int) -> None:
+    check_rows("cuda", dtype, 33, 4, columns, tolerance, zero_centred)
+
+
+def test_copies() -> None:
+    check_copies("cuda", 100, 2048)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_sample(greedy: bool) -> None:
+    check_sample(triton_split.run, "cuda", 5, 248_320, greedy)
+
+
+def test_rows_beyond_two_to_the_31() -> None:
+    """The last of more elements than an int32 counts."""
+    x = torch.zeros(2**20 + 1, 2048, dtype=BF16, device="cuda")
+    x[-1] = draw(2048, dtype=BF16, device="cuda")
+    gate = torch.zeros(len(x), 1, dtype=BF16, device="cuda")
+    from firstlight.ops.sigmoid_mul.triton_fused import run
+
+    assert torch.equal(run(x, gate)[-1], x[-1] * 0.5)
+    weight = fp8(draw(256, 2048, dtype=BF16, device="cuda"))
+    actual = triton_block_fp8.run(x, weight)[-1:]
+    assert torch.equal(actual, triton_block_fp8.run(x[-65:], weight)[-1:])
+
+
+def test_no_launch_depends_on_data() -> None:
+    """Captured once, replayed on other routing: the same answers as a fresh call."""
+    x = draw(40, 640, dtype=BF16, device="cuda")
+    weights = torch.rand(40, 5, device="cuda").bfloat16()
+    chosen = torch.rand(40, 24, device="cuda").topk(5).indices.int()
+    gate_up, down = (fp8(draw(24, *shape, dtype=BF16, device="cuda") / 25) for shape in ((768, 640), (640, 384)))
+    triton_grouped.run(x, weights, chosen, gate_up, down)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = triton_grouped.run(x, weights, chosen, gate_up, down)
+    chosen[:] = 7
+    chosen[20:] = -1
+    graph.replay()
+    assert torch.equal(captured, triton_grouped.run(x, weights, chosen, gate_up, down))

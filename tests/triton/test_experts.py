@@ -1,0 +1,55 @@
+"""experts, moe and the sort under the interpreter. Its cast to FP8 rounds some numbers to half their value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from product_checks import check_experts, check_moe, routed
+
+from firstlight.ops.experts import triton_few, triton_grouped
+from firstlight.ops.moe import triton_few as triton_few_moe
+
+F16 = torch.float16
+INTERPRETED_FP8 = 0.4
+
+
+def test_few_plain() -> None:
+    check_experts(triton_few.run, "cpu", F16, 3, 4, 2, 40, 24, 3e-3, packed=False, first_expert=1)
+
+
+def test_few_fp8() -> None:
+    check_experts(triton_few.run, "cpu", F16, 2, 3, 2, 160, 128, 3e-3, packed=True, first_expert=1)
+
+
+def test_grouped_plain() -> None:
+    check_experts(triton_grouped.run, "cpu", F16, 21, 4, 2, 72, 40, 3e-3, packed=False, first_expert=1)
+
+
+@pytest.mark.parametrize("tokens", [9, 60])
+def test_grouped_fp8(tokens: int) -> None:
+    """Thin tiles, and wide ones from 24 pairs an expert on."""
+    check_experts(triton_grouped.run, "cpu", F16, tokens, 3, 2, 256, 128, INTERPRETED_FP8, packed=True, first_expert=1)
+
+
+@pytest.mark.parametrize(("packed", "hidden", "size", "shared"), [(False, 40, 24, 32), (True, 128, 128, 256)])
+def test_moe(packed: bool, hidden: int, size: int, shared: int) -> None:
+    check_moe(triton_few_moe.run, "cpu", F16, 3, 5, 2, hidden, size, shared, 5e-3, packed=packed)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(40, 3, 9), (700, 2, 9), (1500, 3, 12)])
+def test_rows_are_pairs_in_the_order_of_their_experts(tokens: int, top_k: int, experts: int) -> None:
+    from firstlight.ops.experts.triton_sort_kernels import sorted_pairs
+
+    _, chosen = routed(tokens, experts, top_k, "cpu", padding=tokens // 10)
+    local = experts - 2
+    order, tile, tiles = sorted_pairs(chosen, 1, local, 16, tokens * top_k // 16 + local + 1)
+    number = chosen.flatten().long() - 1
+    expected = torch.where((number >= 0) & (number < local), number, local).sort(stable=True)
+    rows = int((expected.values < local).sum())
+    assert torch.equal(order[:rows].long(), expected.indices[:rows])
+    covered = 0
+    for expert, first, end in tile[: int(tiles)].tolist():
+        of_tile = expected.values[first : min(end, first + 16)]
+        assert (of_tile == expert).all()
+        covered += len(of_tile)
+    assert covered == rows

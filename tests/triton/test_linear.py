@@ -1,0 +1,30 @@
+"""linear under the interpreter. Its cast to FP8 rounds some numbers to half their value, hence the wide tolerance there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from product_checks import check_linear
+
+from firstlight.ops.linear import triton_block_fp8, triton_skinny
+
+INTERPRETED_FP8 = 0.3
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_skinny_fp8(tokens: int) -> None:
+    check_linear(triton_skinny.run, "cpu", torch.float16, tokens, 130, 200, 1e-3, bias=tokens == 1)
+
+
+def test_skinny_with_blocks_of_a_shard() -> None:
+    check_linear(triton_skinny.run, "cpu", torch.float16, 1, 48, 96, 1e-3, block=(16, 32), result=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_skinny_plain(dtype: torch.dtype) -> None:
+    check_linear(triton_skinny.run, "cpu", dtype, 4, 33, 77, 1e-3, block=None)
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(5, 1024), (19, 256), (67, 128)])
+def test_block_fp8(tokens: int, columns: int) -> None:
+    check_linear(triton_block_fp8.run, "cpu", torch.float16, tokens, 150, columns, INTERPRETED_FP8, bias=True)
