@@ -31,25 +31,23 @@ def test_grouped_fp8(tokens: int) -> None:
     check_experts(triton_grouped.run, "cpu", F16, tokens, 3, 2, 256, 128, INTERPRETED_FP8, packed=True, first_expert=1)
 
 
-@pytest.mark.parametrize(("packed", "hidden", "size", "shared"), [(False, 40, 24, 32), (True, 128, 128, 256)])
+@pytest.mark.parametrize(("packed", "hidden", "size", "shared"), [(False, 40, 24, 32), (True, 128, 128, 128)])
 def test_moe(packed: bool, hidden: int, size: int, shared: int) -> None:
-    check_moe(triton_few_moe.run, "cpu", F16, 3, 5, 2, hidden, size, shared, 5e-3, packed=packed)
+    check_moe(triton_few_moe.run, "cpu", F16, 2, 4, 2, hidden, size, shared, 5e-3, packed=packed)
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(40, 3, 9), (700, 2, 9), (1500, 3, 12)])
-def test_rows_are_pairs_in_the_order_of_their_experts(tokens: int, top_k: int, experts: int) -> None:
+def test_every_pair_has_a_row_in_a_tile_of_its_expert(tokens: int, top_k: int, experts: int) -> None:
     from firstlight.ops.experts.triton_sort_kernels import sorted_pairs
 
     _, chosen = routed(tokens, experts, top_k, "cpu", padding=tokens // 10)
     local = experts - 2
     order, tile, tiles = sorted_pairs(chosen, 1, local, 16, tokens * top_k // 16 + local + 1)
     number = chosen.flatten().long() - 1
-    expected = torch.where((number >= 0) & (number < local), number, local).sort(stable=True)
-    rows = int((expected.values < local).sum())
-    assert torch.equal(order[:rows].long(), expected.indices[:rows])
-    covered = 0
+    served = ((number >= 0) & (number < local)).nonzero()[:, 0]
+    covered: list[int] = []
     for expert, first, end in tile[: int(tiles)].tolist():
-        of_tile = expected.values[first : min(end, first + 16)]
-        assert (of_tile == expert).all()
-        covered += len(of_tile)
-    assert covered == rows
+        pairs = order[first : min(end, first + 16)].long()
+        assert (number[pairs] == expert).all()
+        covered += pairs.tolist()
+    assert sorted(covered) == served.tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-COMMANDS = ("serve", "chat", "generate", "ops", "verify")
+COMMANDS = ("serve", "chat", "generate", "explain", "ops", "verify")
 
 
 def main() -> None:

@@ -6,6 +6,10 @@ Kernels live in modules that import triton at their top; a provider imports them
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 from firstlight.hardware import Hardware
 
 FNUZ_ARCHITECTURES = ("gfx940", "gfx941", "gfx942")
@@ -29,3 +33,17 @@ def register_limit(registers: int) -> dict[str, int]:
     import torch
 
     return {"maxnreg": registers} if registers and torch.version.hip is None else {}
+
+
+def read_tiles(kernel_file: str, name: str) -> list[dict[str, Any]]:
+    """The rows of a tuning table beside a kernel, in the order of their `up_to` (None: everything else)."""
+    rows: list[dict[str, Any]] = json.loads((Path(kernel_file).parent / name).read_text())["rows"]
+    bounds = [float("inf") if row["up_to"] is None else row["up_to"] for row in rows]
+    if bounds != sorted(set(bounds)) or bounds[-1] != float("inf"):
+        raise ValueError(f"{name}: up_to must rise from row to row and end with null; it is {bounds}")
+    return rows
+
+
+def tile_for(rows: list[dict[str, Any]], size: float) -> dict[str, Any]:
+    """The first row whose `up_to` isn't below `size`."""
+    return next(row for row in rows if row["up_to"] is None or size <= row["up_to"])

@@ -11,9 +11,9 @@ MICROSECOND = 1e-6
 KERNEL_GAP = 1.0 * MICROSECOND
 """From the end of a kernel to the start of the next inside a CUDA graph. An empty kernel in a graph takes 1.3 us on an H200,
 of which about 0.3 us is the kernel."""
-SMALL_KERNEL = 2.0 * MICROSECOND
-"""What an elementwise kernel takes before bytes count: reading its arguments, one trip to memory and back, and the tail of the
-last block. Conv updates and norms of a few rows measure 1.8 to 2.5 us on an H200."""
+SMALL_KERNEL = 1.0 * MICROSECOND
+"""What an elementwise kernel takes before bytes count: one trip to memory and back, and the tail of the last block. With the gap
+that is 2 us: conv updates of a few rows measure 1.8 to 2 us in a graph on an H200, norms up to 2.5."""
 HEAVY_START = {"product": 3.5 * MICROSECOND, "experts": 7.0 * MICROSECOND, "attention": 5.0 * MICROSECOND, "state": 3.5 * MICROSECOND}
 """What a heavy kernel takes before its roofline counts: filling its pipeline, the tail of its last wave, a second kernel that
 joins splits (attention) or multiplies again (experts). Chosen so that held-out rows of the calibration tables are predicted
@@ -21,7 +21,7 @@ best; an H200's products of few rows take 6 to 10 us "whatever the size", its re
 EAGER_LAUNCH = 6.0 * MICROSECOND
 """Of the host, for each kernel launched from Python: 4 us in the driver and framework for a tuned one, 8 us for a plain op."""
 STEP_START = 150.0 * MICROSECOND
-"""A step's own: filling its inputs, the sampler's small kernels (some thirty of KERNEL_GAP + SMALL_KERNEL) and the graph's
+"""A step's own: filling its inputs, the sampler's small kernels (some thirty, of 2 us) and the graph's
 launch, with the scheduler's work hidden behind the previous step."""
 
 # --- shares of the peak, where no table decides ------------------------------------------------------------------------
@@ -61,6 +61,10 @@ ALL_TO_ALL_START = 20.0 * MICROSECOND
 """Of a dispatch or a combine between servers that carries next to nothing."""
 COMMUNICATION_PROCESSORS = 20
 """SMs that a bandwidth-bound all-to-all of a prefill takes from computing (DeepSeek-V3's report; DeepEP's default)."""
+
+EXCHANGE_TRIPS = 3
+"""Times that an exchanged token goes through memory on the way: read by its sender, written where it arrives, and read from
+there into place (or into the sum)."""
 
 # --- what a kernel of an expert layer does beside its products ---------------------------------------------------------
 EXPERT_LAUNCHES = 4

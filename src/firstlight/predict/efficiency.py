@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -29,17 +29,40 @@ SOFTENING = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Efficiency over GRID. origin: "interpolated", "transferred" or "datasheet". spread: standard deviation of ln(time)."""
+    """Efficiency over GRID.
+
+    tables: indices of the tables behind it, and `pull` their weights [tables, GRID]; none where nothing was measured. own:
+    weight of rows of this very GPU and format, over GRID. op, label: of the tables. includes: work that most rows were timed
+    with.
+    """
 
     values: Numbers
-    origin: str
-    spread: float
-    source: str
+    tables: tuple[int, ...] = ()
+    pull: Numbers = field(default_factory=lambda: np.zeros((0, len(GRID))))
+    own: Numbers = field(default_factory=lambda: np.zeros(len(GRID)))
+    op: str = ""
+    label: str = ""
     includes: str = ""
 
     def at(self, size: Numbers) -> Numbers:
         """Efficiency at sizes, linear in their logarithm."""
         return np.interp(np.log2(np.maximum(size, 1.0)), np.log2(GRID), self.values)
+
+    def trust(self, size: Numbers) -> tuple[str, float, str]:
+        """(origin, spread, source) at sizes.
+
+        origin: "interpolated" from this GPU's rows, "transferred" from others', or "datasheet". spread: standard deviation of
+        ln(time). source: what pulls most.
+        """
+        if not self.tables:
+            return "datasheet", constants.DATASHEET_SPREAD, "constants.py"
+        place = int(np.clip(round(4 * math.log2(max(float(np.mean(size)), 1.0))), 0, len(GRID) - 1))
+        nearest = self.tables[int(np.argmax(self.pull[:, place]))]
+        spread, about = spread_of(self.op, self.label, nearest), all_tables()[nearest]
+        source = f"{about.provider} on {about.gpu}"
+        if self.own[place] >= 0.5:
+            return "interpolated", spread, source
+        return "transferred", math.hypot(spread, constants.TRANSFER_SPREAD), source
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +172,7 @@ def _curve(
 ) -> Curve:
     points = points_of(op, label)
     if points is None:
-        return Curve(np.full_like(GRID, default), "datasheet", constants.DATASHEET_SPREAD, "predict/constants.py")
+        return flat(default)
     family = FAMILIES[op, label]
     like = Hardware("", "", balance[0], peak={"bfloat16": 2.0 ** balance[1]}, bandwidth=1.0)
     tables = {int(i) for i in points.table}
@@ -157,12 +180,13 @@ def _curve(
     places = np.array([_log(family.place({**dict(sizes), family.along: size})) for size in GRID])
     weights = _weights(points, places, np.array([apart[int(i)] for i in points.table]))
     values = np.exp(weights @ np.log(points.efficiency))
-    pull = {i: float(weights[:, points.table == i].sum()) / len(GRID) for i in tables}
-    nearest = max(tables, key=lambda i: pull[i])
-    own = sum(pull[i] for i in tables if apart[i] == 0.0)
-    spread = spread_of(op, label, nearest)
-    if own < 0.5:
-        spread = math.hypot(spread, constants.TRANSFER_SPREAD)
-    about = all_tables()[nearest]
-    origin = "interpolated" if own >= 0.5 else "transferred"
-    return Curve(values, origin, spread, f"{about.provider} on {about.gpu}", about.includes)
+    order = tuple(sorted(tables))
+    pull = np.array([weights[:, points.table == i].sum(-1) for i in order])
+    own = sum((pull[n] for n, i in enumerate(order) if apart[i] == 0.0), np.zeros(len(GRID)))
+    about = all_tables()[order[int(np.argmax(pull.sum(-1)))]]
+    return Curve(values, order, pull, own, op, label, about.includes)
+
+
+def flat(efficiency: float) -> Curve:
+    """A constant with no measured row behind it."""
+    return Curve(np.full_like(GRID, efficiency))

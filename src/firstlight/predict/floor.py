@@ -53,10 +53,20 @@ class Floor:
     along: str
 
 
+def product_bytes(rows: float, columns: float, form: str) -> float:
+    """Bytes that a product moves for each of its tokens: the input in the format of the multiply, the result in bfloat16."""
+    return columns * BYTES[form] + 2.0 * rows
+
+
+def expert_row_bytes(hidden: float, inner: float, form: str) -> float:
+    """The same for a token in an expert: two products, gate and up side by side in the first."""
+    return product_bytes(2 * inner, hidden, form) + product_bytes(hidden, inner, form)
+
+
 def _linear(sizes: Sizes, gpu: Hardware, form: str) -> float:
     m, n, k = sizes["tokens"], sizes["rows"], sizes["columns"]
     flops = 2.0 * float(padded(np.asarray(m))) * n * k
-    moved = n * k * BYTES[form] + m * k * BYTES[form] + 2.0 * m * n
+    moved = n * k * BYTES[form] + m * product_bytes(n, k, form)
     return max(flops / peak(gpu, form), moved / gpu.bandwidth)
 
 
@@ -65,7 +75,7 @@ def _experts(sizes: Sizes, gpu: Hardware, form: str) -> float:
     assignments = sizes["tokens"] * sizes["top_k"]  # each rank sends as many as it gets
     used = min(held, assignments)  # tables deal tokens out evenly
     rows = float(padded_experts(np.asarray(assignments), np.asarray(used)))
-    moved = used * 3.0 * hidden * inner * BYTES[form] + assignments * (hidden * (BYTES[form] + 2.0) + inner * 5.0)
+    moved = used * 3.0 * hidden * inner * BYTES[form] + assignments * expert_row_bytes(hidden, inner, form)
     return max(rows * 6.0 * hidden * inner / peak(gpu, form), moved / gpu.bandwidth)
 
 

@@ -83,7 +83,17 @@ def expert_exchange(model: WalkedModel, mesh: Mesh, kernels: list[Kernel]) -> li
         sent = assignments * sizes["hidden"] * element
         dims = Dims({"ranks": mesh.ep.size, "top_k": sizes["top_k"]}, axis="ep")
         found.append(
-            Kernel(name, name, "", name, model.sparse_layers, dims, sent=sent, moved=np.zeros(len(VARIABLES)), segment="feed_forward")
+            Kernel(
+                name,
+                name,
+                "",
+                name,
+                model.sparse_layers,
+                dims,
+                sent=sent,
+                moved=sent * constants.EXCHANGE_TRIPS,
+                segment="feed_forward",
+            )
         )
     # In a prefill, tokens that arrive are sorted by expert, and what experts give back is put in the order of their senders;
     # a decode's exchange writes them where they are wanted.

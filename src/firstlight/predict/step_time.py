@@ -15,8 +15,8 @@ import numpy as np
 from firstlight.hardware import Hardware
 from firstlight.parallel import Mesh
 from firstlight.predict import constants, links
-from firstlight.predict.efficiency import GRID, Curve, curve
-from firstlight.predict.floor import padded, padded_experts, peak
+from firstlight.predict.efficiency import GRID, Curve, curve, flat
+from firstlight.predict.floor import expert_row_bytes, padded, padded_experts, peak, product_bytes
 from firstlight.predict.kernels import INDEX, Kernel, kernels_of
 from firstlight.predict.shape import Numbers, Part, StepShape, distinct_experts
 from firstlight.predict.walk import VARIABLES, WalkedModel
@@ -98,14 +98,19 @@ class StepModel:
         choices = None if self.conditions.tuned else self.model.choices or {}
         kernels = kernels_of(self.model, self.hardware, choices, exchanged=self.mesh.ep.size > 1)
         kernels += links.expert_exchange(self.model, self.mesh, kernels)
-        return [(kernel, self._curve(kernel)) for kernel in kernels]
+        curves = [self._curve(kernel) for kernel in kernels]
+        if any(found.includes == "activation" for found in curves):  # timed with the products of experts
+            pairs = [pair for pair in zip(kernels, curves, strict=True) if pair[0].name != "around experts"]
+        else:
+            pairs = list(zip(kernels, curves, strict=True))
+        return pairs
 
     def _curve(self, kernel: Kernel) -> Curve:
         default = DEFAULTS.get(kernel.kind, constants.ELEMENTWISE_BANDWIDTH)
         if kernel.kind == "attention":
             default = constants.STREAM_BANDWIDTH if kernel.label == "decode" else constants.ATTENTION_PEAK
         if kernel.kind in ("elementwise", "collective", "dispatch", "combine"):
-            return Curve(np.full_like(GRID, default), "datasheet", constants.DATASHEET_SPREAD, "predict/constants.py")
+            return flat(default)
         label = kernel.label if kernel.kind in ("attention", "state") else ""
         op = "experts" if kernel.kind == "experts" else kernel.op
         form = kernel.dims.format if kernel.kind in ("attention", "state") else kernel.dtype
@@ -164,62 +169,63 @@ class StepModel:
             bound = ["link"] * len(seconds)
             launches = kernel.launches * (seconds > 0)
             seconds = seconds + launches * self._gap()
-            return self._total(kernel, efficiency, seconds, floor, flops, moved, bound)
+            return self._total(kernel, efficiency, np.ones(1), seconds, floor, flops, moved, bound)
         rate = peak(self.hardware, kernel.dtype) if kernel.dtype else peak(self.hardware, "float32")
         compute = flops / rate
         floor = np.maximum(memory, compute)
         bound = np.where(memory >= compute, "memory", "compute")
         active = (moved > 0) | (flops > 0)
+        size = np.ones(1)
         if kernel.kind == "elementwise":
             work = memory / constants.ELEMENTWISE_BANDWIDTH + constants.SMALL_KERNEL * kernel.launches * active
         else:
-            work = self._work(kernel, efficiency, flops, moved, variables, processors)
+            size = self._size(kernel, flops, variables)
+            work = self._work(kernel, efficiency, size, flops, moved, processors)
             work = np.maximum(work, chain * constants.CHAIN_SECONDS)
         seconds = np.maximum(work, floor) + active * kernel.launches * self._gap()
-        return self._total(kernel, efficiency, seconds, floor, flops, moved, list(bound))
+        return self._total(kernel, efficiency, size, seconds, floor, flops, moved, list(bound))
 
     def _gap(self) -> float:
         return constants.KERNEL_GAP
 
     def _total(
-        self, kernel: Kernel, efficiency: Curve, seconds: Numbers, floor: Numbers, flops: Numbers, moved: Numbers,
-        bound: Sequence[str],
+        self, kernel: Kernel, efficiency: Curve, size: Numbers, seconds: Numbers, floor: Numbers, flops: Numbers,
+        moved: Numbers, bound: Sequence[str],
     ) -> KernelTime:  # fmt: skip
         n = kernel.count
-        return KernelTime(
-            kernel, seconds * n, floor * n, flops * n, moved * n, bound, efficiency.origin, efficiency.spread, efficiency.source
-        )
+        if kernel.kind == "experts":
+            size = size * kernel.dims.sizes["top_k"] / kernel.dims.sizes["experts"]
+        origin, spread, source = efficiency.trust(size)
+        return KernelTime(kernel, seconds * n, floor * n, flops * n, moved * n, bound, origin, spread, source)
+
+    @staticmethod
+    def _size(kernel: Kernel, flops: Numbers, variables: Numbers) -> Numbers:
+        """What a kernel's efficiency depends on: tokens of a product or of experts, query length, keys, or requests."""
+        sizes = kernel.dims.sizes
+        if kernel.kind == "product":
+            return flops / (2.0 * sizes["rows"] * sizes["columns"])
+        if kernel.kind == "experts":
+            return flops / (6.0 * sizes["hidden"] * sizes["intermediate"] * sizes["top_k"])
+        if kernel.label == "prefill":
+            return variables[INDEX["prefill_tokens"]] / np.maximum(variables[INDEX["prefill_requests"]], 1)
+        return variables[INDEX["keys" if kernel.kind == "attention" else "decode_requests"]]
 
     def _work(
-        self, kernel: Kernel, efficiency: Curve, flops: Numbers, moved: Numbers, variables: Numbers, processors: float
+        self, kernel: Kernel, efficiency: Curve, size: Numbers, flops: Numbers, moved: Numbers, processors: float
     ) -> Numbers:
         """Seconds of a heavy kernel: a start, then its roofline at its efficiency."""
-        start = constants.HEAVY_START[kernel.kind] * kernel.launches
-        rate = peak(self.hardware, kernel.dtype or "float32") * processors * constants.SUSTAINED_CLOCK
-        if kernel.kind in ("product", "experts"):
-            size = self._tokens(kernel, flops)
-            times = self._curve_of_times(kernel, efficiency, processors)
-            return np.exp(np.interp(np.log2(np.maximum(size, 1.0)), np.log2(GRID), times)) * (size > 0) + start * (size > 0)
-        roofline = np.maximum(flops / rate, moved / self.hardware.bandwidth)
         active = (flops > 0) | (moved > 0)
+        start = constants.HEAVY_START[kernel.kind] * kernel.launches * active
+        if kernel.kind in ("product", "experts"):
+            times = self._curve_of_times(kernel, efficiency, processors)
+            return (np.exp(np.interp(np.log2(np.maximum(size, 1.0)), np.log2(GRID), times)) + start) * active
+        rate = peak(self.hardware, kernel.dtype or "float32") * processors * constants.SUSTAINED_CLOCK
         if kernel.kind == "state" and kernel.label == "prefill":
             # Chunks are multiplied by the matrix units, with more operations than the recurrence has.
             rate = peak(self.hardware, "bfloat16") * processors * constants.PREFILL_STATE_PEAK
             memory = moved / self.hardware.bandwidth / constants.STREAM_BANDWIDTH
-            return np.maximum(flops / rate, memory) + start * active
-        if kernel.label == "prefill":
-            size = variables[INDEX["prefill_tokens"]] / np.maximum(variables[INDEX["prefill_requests"]], 1)
-        else:
-            size = variables[INDEX["keys" if kernel.kind == "attention" else "decode_requests"]]
-        return roofline / efficiency.at(size) + start * active
-
-    @staticmethod
-    def _tokens(kernel: Kernel, flops: Numbers) -> Numbers:
-        """Rows of a product; tokens of this rank for experts."""
-        sizes = kernel.dims.sizes
-        if kernel.kind == "product":
-            return flops / (2.0 * sizes["rows"] * sizes["columns"])
-        return flops / (6.0 * sizes["hidden"] * sizes["intermediate"] * sizes["top_k"])
+            return np.maximum(flops / rate, memory) + start
+        return np.maximum(flops / rate, moved / self.hardware.bandwidth) / efficiency.at(size) + start
 
     def _curve_of_times(self, kernel: Kernel, efficiency: Curve, processors: float) -> Numbers:
         """ln(seconds) of a product over GRID tokens: it depends on nothing else. It never falls as tokens are added."""
@@ -227,10 +233,10 @@ class StepModel:
         if key not in self._times:
             sizes = kernel.dims.sizes
             rate = peak(self.hardware, kernel.dtype) * processors * constants.SUSTAINED_CLOCK
-            per_token = kernel.moved[1:].copy()
-            per_token[INDEX["distinct"] - 1] = 0.0
-            moved = kernel.moved[0] + GRID * per_token.max()
+            form = kernel.dtype
+            moved = np.full_like(GRID, kernel.moved[0])
             if kernel.kind == "product":
+                moved = moved + GRID * product_bytes(sizes["rows"], sizes["columns"], form)
                 operations = padded(GRID) * 2.0 * sizes["rows"] * sizes["columns"]
                 size = GRID
             else:
@@ -238,6 +244,7 @@ class StepModel:
                 used = distinct_experts(self.model.experts, self.model.top_k, GRID * replicas, self.conditions.skew)
                 moved = moved + used * kernel.moved[INDEX["distinct"]]
                 assignments = GRID * sizes["top_k"]
+                moved = moved + assignments * expert_row_bytes(sizes["hidden"], sizes["intermediate"], form)
                 rows = padded_experts(assignments, used * sizes["experts"])
                 operations = rows * 6.0 * sizes["hidden"] * sizes["intermediate"]
                 size = assignments / sizes["experts"]
@@ -252,6 +259,7 @@ class StepModel:
     def _sum(self, shape: StepShape, items: list[KernelTime], hidden: Numbers) -> StepTime:
         total = np.sum([item.seconds for item in items], axis=0)
         launches = sum(item.kernel.launches * item.kernel.count for item in items)
+        hidden = np.broadcast_to(hidden, total.shape)
         computed = total - hidden
         if not self.conditions.graph:
             computed = np.maximum(computed, launches * constants.EAGER_LAUNCH)
@@ -293,6 +301,8 @@ class StepModel:
         share = sparse / self.model.layers  # of attention and feed-forward time that stands in layers with experts
         attention, experts = by_turn["attention"] * share / sparse, by_turn["feed_forward"] * share / sparse
         dispatch, combine = by_turn["dispatch"] / sparse, by_turn["combine"] / sparse
+        contention = self._contention(items) / sparse
+        attention, experts = attention + contention / 2, experts + contention / 2
         compute, exchange = attention + experts, dispatch + combine
         uneven = (
             np.maximum(attention, dispatch)
@@ -312,6 +322,16 @@ class StepModel:
         ]
         hidden = np.sum([item.seconds for item in twice], axis=0) - whole
         return self._sum(shape, twice, hidden)
+
+
+    def _contention(self, items: list[KernelTime]) -> Numbers:
+        """Seconds by which the exchange's trips through memory slow what memory bounds beside it."""
+        exchanged = [item for item in items if item.kernel.kind in ("dispatch", "combine")]
+        computing = [item for item in items if item.kernel.kind not in ("dispatch", "combine", "collective")]
+        by_memory = np.sum([item.seconds for item in computing if item.bound[0] == "memory"], axis=0)
+        share = by_memory / np.sum([item.seconds for item in computing], axis=0)
+        moved = np.sum([item.moved for item in exchanged], axis=0) if exchanged else np.zeros(1)
+        return moved / (self.hardware.bandwidth * constants.STREAM_BANDWIDTH) * share
 
 
 def _halved(shape: StepShape) -> StepShape:

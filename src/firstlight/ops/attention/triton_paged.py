@@ -58,7 +58,7 @@ def choose_tiles(
     q: Tensor, k_pages: Tensor, requests: int, max_query: int, max_context: int, multiprocessors: int
 ) -> Tiles:
     """Tiles by bounds known to the host; one for a bucket."""
-    tokens, heads, dim = q.shape
+    tokens, heads = q.shape[:2]
     kv_heads = k_pages.shape[2]
     group = heads // kv_heads
     wide = q.dtype.itemsize > 2

@@ -13,7 +13,7 @@ from firstlight.ops.experts import triton_thin_kernels as thin
 from firstlight.ops.experts.triton_sort_kernels import sorted_pairs
 from firstlight.ops.linear.triton_quantise import quantised
 from firstlight.ops.linear.triton_skinny_kernels import parts_of
-from firstlight.ops.triton_support import register_limit
+from firstlight.ops.triton_support import read_tiles, tile_for
 from firstlight.quant import Packed, Weight
 
 
@@ -40,7 +40,7 @@ def gate_and_up(
         b_acc = tl.zeros([BLOCK_M, BLOCK_I, 2], dtype=tl.float32)
         p_scale = scale_ptr + expert * scale_stride_e + (i_i * BLOCK_I + tl.arange(0, 2) * I) // 128 * scale_stride_n
         p_x_scale = x_scale_ptr + o_t * x_scale_stride_t
-        for i_k in range(0, tl.cdiv(H, BLOCK_K)):
+        for i_k in range(tl.cdiv(H, BLOCK_K)):
             if HAS_SCALE:
                 b_x = tl.load(p_x, mask=m_m[:, None], other=0.0)
                 b_w = tl.load(p_w, mask=m_n[None, :], other=0.0)
@@ -86,7 +86,7 @@ def down(
         p_scale = scale_ptr + expert * scale_stride_e
         b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         steps = tl.cdiv(I, BLOCK_K)
-        for i in range(0, steps * N_TILES):
+        for i in range(steps * N_TILES):
             i_k = i % steps
             i_n = i_band * N_TILES + i // steps
             o_n = i_n * BLOCK_N + o_tile_n
@@ -129,14 +129,8 @@ def weighted_sum(
     tl.store(y_ptr + i_t * H + o_h, b_acc.to(y_ptr.dtype.element_ty), mask=m_h)
 
 
-TILES: list[tuple[float, dict[str, int]]] = [
-    (12, {"block_m": 16, "block_i": 128, "warps": 4, "stages": 3, "block_n": 128, "down_warps": 4, "down_stages": 3}),
-    (24, {"block_m": 32, "block_i": 128, "warps": 4, "stages": 3, "block_n": 128, "down_warps": 4, "down_stages": 3}),
-    (float("inf"), {"block_m": 64, "block_i": 64, "warps": 4, "stages": 4,
-                    "block_n": 128, "n_tiles": 4, "down_warps": 4, "down_stages": 4,
-                    "registers": 0, "down_registers": 0}),
-]  # fmt: skip
-"""Tile shapes by pairs per expert, up to the bound; with block_m under 64 the kernels are those of `triton_thin_kernels`."""
+TILES = read_tiles(__file__, "triton_grouped_tiles.json")
+"""Tile shapes by pairs per expert; with block_m under 64 the kernels are those of `triton_thin_kernels`."""
 
 
 def experts(
@@ -150,8 +144,7 @@ def experts(
     if pairs == 0:
         return torch.zeros_like(x)
     packed = isinstance(gate_up, Packed)
-    shapes = TILES if packed else TILES[-1:]
-    tile_shape = next(shape for bound, shape in shapes if pairs <= bound * local_experts) | tuning
+    tile_shape = tile_for(TILES if packed else TILES[-1:], pairs / local_experts) | tuning
     block_m = tile_shape["block_m"]
     bound = min(pairs, triton.cdiv(pairs, block_m) + local_experts)
     order, tile, tiles = sorted_pairs(chosen, first_expert, local_experts, block_m, bound)
@@ -185,11 +178,10 @@ def experts(
     else:
         hidden = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
         wide: dict[str, Any] = {"BLOCK_K": 128 if packed else 64, "HAS_SCALE": packed}
-        gate_and_up[up_grid](hidden_ptr=hidden, **up_arguments, **wide, **register_limit(tile_shape["registers"]))
+        gate_and_up[up_grid](hidden_ptr=hidden, **up_arguments, **wide)
         hidden, hidden_scale = quantised(hidden, up_data.dtype) if packed else (hidden, hidden)
         down_grid = (triton.cdiv(hidden_size, tile_shape["block_n"] * tile_shape["n_tiles"]), bound)
-        limit = register_limit(tile_shape["down_registers"])
-        down[down_grid](hidden, hidden_scale, N_TILES=tile_shape["n_tiles"], **down_arguments, **wide, **limit)
+        down[down_grid](hidden, hidden_scale, N_TILES=tile_shape["n_tiles"], **down_arguments, **wide)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     block_h = min(triton.next_power_of_2(hidden_size), 1024)
     weighted_sum[(tokens, triton.cdiv(hidden_size, block_h))](

@@ -1,7 +1,7 @@
 """Sorting pairs (token, choice) by expert on the device, and cutting the sorted rows into tiles of one expert each.
 
-Pair token * k + choice gets a row; the rows of an expert follow each other in the order of their pairs. Three launches that
-depend on shapes alone: count by chunks, add up, place.
+Pair token * k + choice gets a row, and an expert's rows follow each other in any order: a row's products don't depend on
+where in a tile it stands, so neither does any result. Two launches for few pairs, four for many; all depend on shapes alone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK, PART = 512, 128
-"""Pairs that are counted together, and those that a program places."""
+CHUNK = 1024
+"""Pairs that a program looks at together."""
+MOST_CHUNKS_ALONE = 2
+"""Up to so many chunks one program counts them all."""
 
 
 @triton.jit
@@ -28,46 +30,34 @@ def expert_of(experts_ptr, o_pair, pairs, first_expert, E: tl.constexpr):
 def count_pairs(
     experts_ptr, counts_ptr, pairs, first_expert, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """counts [chunks, BINS]: pairs of each expert in each chunk; those that nobody here serves are in bin E."""
-    i_chunk = tl.program_id(0)
-    b_expert = expert_of(experts_ptr, i_chunk * CHUNK + tl.arange(0, CHUNK), pairs, first_expert, E)
-    tl.store(counts_ptr + i_chunk * BINS + tl.arange(0, BINS), tl.histogram(b_expert, BINS))
+    """counts [BINS] += pairs of each expert; those that nobody here serves are in bin E."""
+    b_expert = expert_of(experts_ptr, tl.program_id(0) * CHUNK + tl.arange(0, CHUNK), pairs, first_expert, E)
+    tl.atomic_add(counts_ptr + tl.arange(0, BINS), tl.histogram(b_expert, BINS), sem="relaxed")
 
 
 @triton.jit
 def plan_tiles(
-    experts_ptr, counts_ptr, tile_ptr, tiles_ptr, pairs, chunks, first_expert,
-    E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, ONE_CHUNK: tl.constexpr,
-    SOME: tl.constexpr,
+    experts_ptr, counts_ptr, tile_ptr, tiles_ptr, pairs, first_expert,
+    E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """One program. counts becomes the row at which each chunk's pairs of each expert begin; SOME chunks are added up at once.
+    """One program: counts [BINS] becomes the first row of each expert.
 
     tile [bound, 3]: (expert, first row, row after the last) of each tile of BLOCK_M rows. tiles [1]: how many there are.
     """
-    o_bin, o_some = tl.arange(0, BINS), tl.arange(0, SOME)
-    if ONE_CHUNK:
-        b_expert = expert_of(experts_ptr, tl.arange(0, CHUNK), pairs, first_expert, E)
-        b_rows = tl.where(o_bin < E, tl.histogram(b_expert, BINS), 0)
-        b_first = tl.cumsum(b_rows, axis=0) - b_rows
-        tl.store(counts_ptr + o_bin, b_first)
+    o_bin = tl.arange(0, BINS)
+    if COUNTED:
+        b_rows = tl.load(counts_ptr + o_bin)
     else:
         b_rows = tl.zeros([BINS], dtype=tl.int32)
-        for i_chunk in range(0, chunks, SOME):
-            m_counts = (i_chunk + o_some < chunks)[:, None] & (o_bin < E)[None, :]
-            p_counts = counts_ptr + (i_chunk + o_some)[:, None] * BINS + o_bin[None, :]
-            b_rows += tl.sum(tl.load(p_counts, mask=m_counts, other=0), axis=0)
-        b_first = tl.cumsum(b_rows, axis=0) - b_rows
-        b_next = b_first
-        for i_chunk in range(0, chunks, SOME):
-            m_counts = (i_chunk + o_some < chunks)[:, None] & (o_bin < E)[None, :]
-            p_counts = counts_ptr + (i_chunk + o_some)[:, None] * BINS + o_bin[None, :]
-            b_counts = tl.load(p_counts, mask=m_counts, other=0)
-            tl.store(p_counts, b_next[None, :] + tl.cumsum(b_counts, axis=0) - b_counts, mask=m_counts)
-            b_next += tl.sum(b_counts, axis=0)
+        for i_pair in range(0, pairs, CHUNK):
+            b_rows += tl.histogram(expert_of(experts_ptr, i_pair + tl.arange(0, CHUNK), pairs, first_expert, E), BINS)
+    b_rows = tl.where(o_bin < E, b_rows, 0)
+    b_first = tl.cumsum(b_rows, axis=0) - b_rows
+    tl.store(counts_ptr + o_bin, b_first)
     b_tiles = (b_rows + BLOCK_M - 1) // BLOCK_M
     b_first_tile = tl.cumsum(b_tiles, axis=0) - b_tiles
     tl.store(tiles_ptr, tl.sum(b_tiles, axis=0))
-    for i in range(0, tl.max(b_tiles, axis=0)):
+    for i in range(tl.max(b_tiles, axis=0)):
         p_tile = tile_ptr + (b_first_tile + i) * 3
         tl.store(p_tile, o_bin, mask=i < b_tiles)
         tl.store(p_tile + 1, b_first + i * BLOCK_M, mask=i < b_tiles)
@@ -75,20 +65,11 @@ def plan_tiles(
 
 
 @triton.jit
-def place_pairs(
-    experts_ptr, start_ptr, order_ptr, pairs, first_expert,
-    E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """order [pairs]: the pair of each row. A program places PART pairs, behind those of their chunk that come before."""
-    o_part = tl.arange(0, PART)
-    o_pair = tl.program_id(0) * PART + o_part
-    i_chunk = tl.program_id(0) * PART // CHUNK
+def place_pairs(experts_ptr, next_ptr, order_ptr, pairs, first_expert, E: tl.constexpr, PART: tl.constexpr):
+    """order [pairs]: the pair of each row. Each pair takes its expert's next row."""
+    o_pair = tl.program_id(0) * PART + tl.arange(0, PART)
     b_expert = expert_of(experts_ptr, o_pair, pairs, first_expert, E)
-    b_row = tl.load(start_ptr + i_chunk * BINS + b_expert)
-    for i_pair in range(i_chunk * CHUNK, tl.program_id(0) * PART + PART, PART):
-        b_other = expert_of(experts_ptr, i_pair + o_part, pairs, first_expert, E)
-        m_before = (b_other[None, :] == b_expert[:, None]) & ((i_pair + o_part)[None, :] < o_pair[:, None])
-        b_row += tl.sum(m_before.to(tl.int32), axis=1)
+    b_row = tl.atomic_add(next_ptr + b_expert, 1, mask=b_expert < E, sem="relaxed")
     tl.store(order_ptr + b_row, o_pair, mask=b_expert < E)
 
 
@@ -102,13 +83,12 @@ def sorted_pairs(
     tiles = torch.empty(1, dtype=torch.int32, device=device)
     chunks = triton.cdiv(pairs, CHUNK)
     bins = triton.next_power_of_2(local_experts + 1)
-    counts = torch.empty((chunks, bins), dtype=torch.int32, device=device)
+    counted = chunks > MOST_CHUNKS_ALONE
+    counts = (torch.zeros if counted else torch.empty)(bins, dtype=torch.int32, device=device)
     common: dict[str, Any] = {"E": local_experts, "BINS": bins, "CHUNK": CHUNK}
-    if chunks > 1:
+    if counted:
         count_pairs[(chunks,)](chosen, counts, pairs, first_expert, **common)
-    plan_tiles[(1,)](
-        chosen, counts, tile, tiles, pairs, chunks, first_expert, BLOCK_M=block_m, ONE_CHUNK=chunks == 1,
-        SOME=min(16, triton.next_power_of_2(chunks)), num_warps=8, **common,
-    )  # fmt: skip
-    place_pairs[(triton.cdiv(pairs, PART),)](chosen, counts, order, pairs, first_expert, PART=PART, **common)
+    plan_tiles[(1,)](chosen, counts, tile, tiles, pairs, first_expert, BLOCK_M=block_m, COUNTED=counted, **common)
+    part = 128
+    place_pairs[(triton.cdiv(pairs, part),)](chosen, counts, order, pairs, first_expert, E=local_experts, PART=part)
     return order, tile, tiles

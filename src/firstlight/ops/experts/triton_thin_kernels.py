@@ -35,7 +35,7 @@ def gate_and_up(
         p_x_scale = x_scale_ptr + o_t * x_scale_stride_t
         b_gate = tl.zeros([BLOCK_I, BLOCK_M], dtype=tl.float32)
         b_up = tl.zeros([BLOCK_I, BLOCK_M], dtype=tl.float32)
-        for i_k in range(0, H // 128):
+        for i_k in range(H // 128):
             b_w_gate, b_w_up = tl.load(p_gate), tl.load(p_up)
             b_x = tl.load(p_x, mask=m_m[None, :], other=0.0)
             b_x_scale = tl.load(p_x_scale + i_k, mask=m_m, other=0.0)
@@ -71,7 +71,7 @@ def down(
         p_scale = scale_ptr + expert * scale_stride_e + i_n * BLOCK_N // 128 * scale_stride_n
         p_hidden_scale = hidden_scale_ptr + o_m * (I // 128)
         b_acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        for i_k in range(0, I // 128):
+        for i_k in range(I // 128):
             b_w = tl.load(p_w)
             b_hidden = tl.load(p_hidden, mask=m_m[None, :], other=0.0)
             b_scale = tl.load(p_hidden_scale + i_k, mask=m_m, other=0.0) * tl.load(p_scale + i_k).to(tl.float32)

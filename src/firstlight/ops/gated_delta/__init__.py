@@ -8,7 +8,7 @@ from torch import Tensor
 
 from firstlight.ops.causal_conv import causal_conv
 from firstlight.ops.delta_gates import delta_gates
-from firstlight.ops.gated_delta import triton_decode
+from firstlight.ops.gated_delta import triton_chunked, triton_decode
 from firstlight.ops.gated_delta_rule import DeltaLog, gated_delta_rule
 from firstlight.ops.gated_rms_norm import gated_rms_norm
 from firstlight.ops.l2_norm import l2_norm
@@ -98,4 +98,9 @@ gated_delta = Op(
     parts=(causal_conv, delta_gates, l2_norm, gated_delta_rule, gated_rms_norm),
     mutates={"conv_pool": "state_out", "state_pool": "state_out", "log": "state_in"},
 )
-gated_delta.provide("triton_decode", triton_decode.run, when=triton_decode.when, rank=5)
+gated_delta.provide(
+    "triton_chunked", triton_chunked.run, when=triton_chunked.when, rank=4, workspace=triton_chunked.workspace
+)
+gated_delta.provide(
+    "triton_decode", triton_decode.run, when=triton_decode.when, rank=5, workspace=triton_decode.workspace
+)

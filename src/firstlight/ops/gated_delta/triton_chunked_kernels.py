@@ -131,16 +131,16 @@ def convolutions_kernel(
     y_ptr = columns_ptr + (first + begin) * C
     o_i = tl.arange(0, ROWS)[:, None]
     if i_h < 2 * HK:
-        o_c = i_h * K + tl.arange(0, K)
-        y = convolve_rows(x_ptr, conv_weight_ptr, window_ptr, o_c, begin, count, slot > 0, mixed_stride_t, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, ROWS)
-        wide = y.to(tl.float32)
+        c_k = i_h * K + tl.arange(0, K)
+        k = convolve_rows(x_ptr, conv_weight_ptr, window_ptr, c_k, begin, count, slot > 0, mixed_stride_t, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, ROWS)
+        wide = k.to(tl.float32)
         scale = tl.where(i_h < HK, K**-0.5, 1.0)
-        y = (wide * (tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale)[:, None]).to(y.dtype)
-        tl.store(y_ptr + o_i * C + o_c[None, :], y, mask=begin + o_i < count)
+        k = (wide * (tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale)[:, None]).to(k.dtype)
+        tl.store(y_ptr + o_i * C + c_k[None, :], k, mask=begin + o_i < count)
     else:
-        o_c = 2 * HK * K + (i_h - 2 * HK) * V + tl.arange(0, V)
-        y = convolve_rows(x_ptr, conv_weight_ptr, window_ptr, o_c, begin, count, slot > 0, mixed_stride_t, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, ROWS)
-        tl.store(y_ptr + o_i * C + o_c[None, :], y, mask=begin + o_i < count)
+        c_v = 2 * HK * K + (i_h - 2 * HK) * V + tl.arange(0, V)
+        v = convolve_rows(x_ptr, conv_weight_ptr, window_ptr, c_v, begin, count, slot > 0, mixed_stride_t, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, ROWS)
+        tl.store(y_ptr + o_i * C + c_v[None, :], v, mask=begin + o_i < count)
 
 
 @triton.jit

@@ -1,8 +1,11 @@
-"""Decode in one kernel: convolution window, gates, key and query norms, recurrence and gated norm.
+"""Decode: convolution window, gates, key and query norms, recurrence and gated norm in one kernel, or in two.
 
-A program owns one value head of one request, with its whole state, so nothing but the state goes through memory twice and
-the norm over the head's values needs nobody else. Value heads that share a key head all read that head's part of the
-window, and in place the window may change only after the last of them has: they draw tickets, and the last one writes.
+In one, a program owns one value head of one request and holds its whole state, so that everything is asked for at once and
+nobody waits for another kernel. Value heads that share a key head all read that head's part of the window, and in place the
+window may change only after the last of them has: they draw tickets, and the last one writes.
+
+With more programs than multiprocessors the state's bytes decide. A first kernel then does what comes before the recurrence,
+once for each head, and in the second many lean programs share a multiprocessor, each with its state going by in tiles.
 
 A slot that one request writes may not be read by another in the same step; programs run in no order.
 """
@@ -48,23 +51,26 @@ def unsupported(call: Call) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a program goes through its state: so many rows at a time, fetched `stages` tiles ahead, by so many warps.
+    """How a state is cut. fused: one kernel, which holds all of it; else `rows` at a time, fetched `stages` tiles ahead."""
 
-    registers: of a thread, at most; 0 leaves it to the compiler. (NVIDIA GPUs only.)
-    """
-
-    rows: int
+    fused: bool
     warps: int
-    stages: int
-    registers: int = 0
+    rows: int = 0
+    stages: int = 1
 
 
 def choose_tiles(programs: int, value_dim: int, key_dim: int) -> Tiles:
-    """All at once while programs are few; small tiles where many programs share a multiprocessor."""
+    """One kernel while programs are few, tiles of 8 KiB where many share a multiprocessor."""
     if programs <= FEW_PROGRAMS:
-        return Tiles(value_dim, max(1, min(16, value_dim * key_dim // 1024)), 1)
-    rows = min(value_dim, max(1, 2048 // key_dim))
-    return Tiles(rows, 4, 3)
+        return Tiles(True, max(1, min(8, value_dim * key_dim // 1024)))
+    return Tiles(False, 4, min(value_dim, max(1, 2048 // key_dim)), 3)
+
+
+def workspace(call: Call) -> int:
+    """q, k, v and gates of the step, between the two kernels: bytes."""
+    mixed, requests = call.args[0], call.args[11].shape[0]
+    heads = call.kwargs["value_heads"]
+    return requests * (mixed.shape[1] * mixed.element_size() + heads * 8) if requests * heads > FEW_PROGRAMS else 0
 
 
 def run(
@@ -94,7 +100,7 @@ def run(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """The contract of `gated_delta` for one token (or none) a request. tiles: instead of `choose_tiles`."""
-    from firstlight.ops.gated_delta.triton_decode_kernel import gated_delta_decode_kernel
+    from firstlight.ops.gated_delta import triton_decode_kernel as kernels
 
     check_strides(mixed, z, a, b, state_pool)
     out = torch.empty(z.shape, dtype=mixed.dtype, device=mixed.device)
@@ -104,46 +110,82 @@ def run(
     if tiles is None:
         tiles = choose_tiles(requests * value_heads, value_dim, key_dim)
     promoted = torch.promote_types(mixed.dtype, norm_weight.dtype)
-    gated_delta_decode_kernel[(value_heads, requests)](
+    round_product = promoted == mixed.dtype and promoted.itemsize == 2
+    width = conv_weight.shape[1]
+    sizes = {"HK": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim}
+    taps = {"W": width, "TAPS": 1 << (width - 1).bit_length()}
+    indices = (query_start, state_in, state_out, exports)
+    conv_strides = (*conv_weight.stride(), *conv_pool.stride())
+    if tiles.fused:
+        kernels.gated_delta_decode_kernel[(value_heads, requests)](
+            mixed,
+            z,
+            a,
+            b,
+            conv_weight,
+            A_log,
+            dt_bias,
+            norm_weight,
+            conv_pool,
+            state_pool,
+            *indices,
+            tickets(mixed.device, requests * key_heads),
+            out,
+            eps,
+            exports.shape[0],
+            mixed.shape[0],
+            mixed.stride(0),
+            z.stride(0),
+            a.stride(0),
+            b.stride(0),
+            *conv_strides,
+            state_pool.stride(0),
+            **sizes,
+            **taps,
+            ROUND_PRODUCT=round_product,
+            num_warps=tiles.warps,
+        )
+        return out
+    columns = torch.empty((requests, mixed.shape[1]), dtype=mixed.dtype, device=mixed.device)
+    gates = torch.empty((requests, value_heads, 2), dtype=torch.float32, device=mixed.device)
+    kernels.prepare_kernel[(2 * key_heads + value_heads, requests)](
         mixed,
-        z,
         a,
         b,
         conv_weight,
         A_log,
         dt_bias,
-        norm_weight,
         conv_pool,
-        state_pool,
-        query_start,
-        state_in,
-        state_out,
-        exports,
-        tickets(mixed.device, requests * key_heads),
-        out,
-        eps,
+        *indices,
+        columns,
+        gates,
         exports.shape[0],
         mixed.shape[0],
         mixed.stride(0),
-        z.stride(0),
         a.stride(0),
         b.stride(0),
-        conv_weight.stride(0),
-        conv_weight.stride(1),
-        *conv_pool.stride(),
+        *conv_strides,
+        **sizes,
+        **taps,
+        num_warps=4,
+    )
+    kernels.recurrence_kernel[(value_heads, requests)](
+        columns,
+        gates,
+        z,
+        norm_weight,
+        state_pool,
+        *indices,
+        out,
+        eps,
+        exports.shape[0],
+        z.stride(0),
         state_pool.stride(0),
-        HK=key_heads,
-        HV=value_heads,
-        K=key_dim,
-        V=value_dim,
+        **sizes,
         BLOCK_V=tiles.rows,
         STAGES=tiles.stages,
-        W=conv_weight.shape[1],
-        TAPS=1 << (conv_weight.shape[1] - 1).bit_length(),
-        WHOLE=tiles.rows == value_dim,
-        ROUND_PRODUCT=promoted == mixed.dtype and promoted.itemsize == 2,
+        ROUND_PRODUCT=round_product,
         num_warps=tiles.warps,
-        **({"maxnreg": tiles.registers} if tiles.registers and mixed.is_cuda and not torch.version.hip else {}),
     )
     return out
 

@@ -161,7 +161,7 @@ def gated_delta_decode_kernel(
     # Every thread of this program has read its windows; the last program to say so writes the key head's part.
     tl.debug_barrier()
     last = (target > 0) | (exports_count > 0)
-    if GROUP > 1:
+    if GROUP > 1:  # noqa: SIM102  (decided when compiling; the other one when running)
         if last:
             last = tl.atomic_add(tickets_ptr + i_r * HK + i_hk, 1, sem="acq_rel") == GROUP - 1
 
@@ -197,7 +197,7 @@ def gated_delta_decode_kernel(
         if last:
             store_window(copy_ptr, c_q, window_q, conv_stride_c, conv_stride_w, W, TAPS)
             store_window(copy_ptr, c_k, window_k, conv_stride_c, conv_stride_w, W, TAPS)
-    if GROUP > 1:
+    if GROUP > 1:  # noqa: SIM102  (decided when compiling; the other one when running)
         if last:
             tl.store(tickets_ptr + i_r * HK + i_hk, 0)
 
@@ -246,23 +246,23 @@ def prepare_kernel(
     y_ptr = columns_ptr + i_r * (2 * HK * K + HV * V)
     window_ptr = conv_pool_ptr + source * conv_stride_slot
     if i_h < 2 * HK:
-        o_c = i_h * K + tl.arange(0, K)
-        y = convolve(x_ptr, conv_weight_ptr, window_ptr, o_c, source > 0, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
-        wide = y.to(tl.float32)
+        c_k = i_h * K + tl.arange(0, K)
+        k = convolve(x_ptr, conv_weight_ptr, window_ptr, c_k, source > 0, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
+        wide = k.to(tl.float32)
         scale = tl.where(i_h < HK, K**-0.5, 1.0)
-        tl.store(y_ptr + o_c, (wide * (tl.rsqrt(tl.sum(wide * wide, 0) + 1e-6) * scale)).to(y.dtype))
-        write_windows(x_ptr, conv_pool_ptr, source, target, exports_ptr, exports_count, i_r, o_c, has_token, conv_stride_slot, conv_stride_c, conv_stride_w, W, TAPS)
+        tl.store(y_ptr + c_k, (wide * (tl.rsqrt(tl.sum(wide * wide, 0) + 1e-6) * scale)).to(k.dtype))
+        write_windows(x_ptr, conv_pool_ptr, source, target, exports_ptr, exports_count, i_r, c_k, has_token, conv_stride_slot, conv_stride_c, conv_stride_w, W, TAPS)
     else:
         i_hv = i_h - 2 * HK
-        o_c = 2 * HK * K + i_hv * V + tl.arange(0, V)
-        y = convolve(x_ptr, conv_weight_ptr, window_ptr, o_c, source > 0, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
-        tl.store(y_ptr + o_c, y)
+        c_v = 2 * HK * K + i_hv * V + tl.arange(0, V)
+        v = convolve(x_ptr, conv_weight_ptr, window_ptr, c_v, source > 0, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
+        tl.store(y_ptr + c_v, v)
         a = tl.load(a_ptr + row * a_stride_t + i_hv).to(tl.float32) + tl.load(dt_bias_ptr + i_hv).to(tl.float32)
         b = tl.load(b_ptr + row * b_stride_t + i_hv).to(tl.float32)
         decay = tl.exp(-tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32)) * softplus(a))
         tl.store(gates_ptr + (i_r * HV + i_hv) * 2, decay)
         tl.store(gates_ptr + (i_r * HV + i_hv) * 2 + 1, 1.0 / (1.0 + tl.exp(-b)))
-        write_windows(x_ptr, conv_pool_ptr, source, target, exports_ptr, exports_count, i_r, o_c, has_token, conv_stride_slot, conv_stride_c, conv_stride_w, W, TAPS)
+        write_windows(x_ptr, conv_pool_ptr, source, target, exports_ptr, exports_count, i_r, c_v, has_token, conv_stride_slot, conv_stride_c, conv_stride_w, W, TAPS)
 
 
 @triton.jit

@@ -37,7 +37,8 @@ def body(
 
     q [T, H, N + R], N = nope; latent_pages [P, S, 1, L + R] hold c | r; kv_b [H (N + V), L], plain or packed: for each head
     the N rows of K_h, then the V = value_dim rows of V_h. pages, row, query_start, length, max_query, max_context: as in
-    `attention`, causal. selected [T, n] int32: the only places that a token sees, -1 for none; None: all up to its own.
+    `attention`, causal. selected [T, n] int32: the only places that a token sees, -1 for none (as are those past
+    its own); None: all up to its own.
     absorbed: which way a provider goes; the result is the same.
     out: written and returned, if given. Returns [T, H, V] in q.dtype; all in float32 (float64 if q is), rounded once.
     Tolerance: 1e-5 of the largest value in float32; in lower precision, widened keys and values may be rounded to q.dtype.
@@ -66,7 +67,7 @@ def body(
         if selected is not None:
             chosen = torch.zeros(end - begin, context + 1, dtype=torch.bool, device=q.device)
             wanted = selected[begin:end].long()
-            chosen.scatter_(1, torch.where(wanted < 0, context, wanted), True)
+            chosen.scatter_(1, torch.where((wanted < 0) | (wanted > context), context, wanted), True)
             seen = seen & chosen[:, :context]
         scores = scores.masked_fill(~seen, -torch.inf)
         highest = scores.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(kind).min)

@@ -16,6 +16,8 @@ SCALE_COLUMNS = 4
 """cuBLASLt reads rows of weight scales in fours."""
 LEAST_TOKENS = 256
 """Below it, tiles of its fixed size are mostly empty."""
+TOKENS_TOGETHER = 4
+"""cuBLASLt takes a multiple of it."""
 
 
 def when(call: Call) -> str | None:
@@ -30,6 +32,8 @@ def when(call: Call) -> str | None:
         return "gives bfloat16 without a bias"
     if x.shape[0] < LEAST_TOKENS:
         return f"serves {LEAST_TOKENS} tokens or more, not {x.shape[0]}"
+    if x.shape[0] % TOKENS_TOGETHER:
+        return f"takes a multiple of {TOKENS_TOGETHER} tokens, not {x.shape[0]}"
     if weight.shape[0] % triton_block_fp8.BLOCK or weight.shape[1] % (SCALE_COLUMNS * triton_block_fp8.BLOCK):
         return f"needs rows a multiple of 128 and columns of 512, not {weight.shape}"
     return None

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from firstlight.ops.linear.triton_quantise import quantised
-from firstlight.ops.triton_support import register_limit
+from firstlight.ops.triton_support import read_tiles, register_limit, tile_for
 from firstlight.quant import Packed
 
 
@@ -38,7 +38,7 @@ def multiply(
     p_x_scale = x_scale_ptr + o_t * x_scale_stride_t
     p_scale = scale_ptr + i_n * BLOCK_N // 128 * scale_stride_n
     b_acc = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
-    for i_k in range(0, K // 128):
+    for i_k in range(K // 128):
         b_x = tl.load(p_x, mask=m_t[:, None], other=0.0)
         b_w = tl.load(p_w, mask=m_n[None, :], other=0.0)
         b_scale = tl.load(p_x_scale + i_k, mask=m_t, other=0.0) * tl.load(p_scale + i_k).to(tl.float32)
@@ -89,22 +89,18 @@ def add_parts(parts_ptr, bias_ptr, y_ptr, N, parts, part_stride, BLOCK_N: tl.con
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < N
     b_y = tl.zeros([BLOCK_N], dtype=tl.float32)
-    for i in range(0, parts):
+    for i in range(parts):
         b_y += tl.load(parts_ptr + i * part_stride + i_t * N + o_n, mask=m_n, other=0.0)
     if HAS_BIAS:
         b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
     tl.store(y_ptr + i_t * N + o_n, b_y.to(y_ptr.dtype.element_ty), mask=m_n)
 
 
-PROGRAMS, MOST_PARTS = 384, 8
-"""Programs that `multiply_thin` aims at, about three a multiprocessor, and the most parts that K is cut into."""
+PROGRAMS, MOST_PARTS = 160, 4
+"""Programs that `multiply_thin` aims at, about one a multiprocessor, and the most parts that K is cut into."""
 
-TILES: list[tuple[float, dict[str, int]]] = [
-    (16, {"block_t": 16, "block_n": 64, "warps": 4, "stages": 4}),
-    (32, {"block_t": 32, "block_n": 64, "warps": 4, "stages": 4}),
-    (float("inf"), {"block_t": 64, "block_n": 128, "warps": 4, "stages": 4}),
-]
-"""Tile shapes by tokens, up to the bound; with block_t under 64 the weights are the left operand."""
+TILES = read_tiles(__file__, "triton_block_fp8_tiles.json")
+"""Tile shapes by tokens; with block_t under 64 the weights are the left operand."""
 
 
 def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, **tuning: int) -> Tensor:
@@ -112,7 +108,7 @@ def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
     tokens, columns = x.shape
     rows = weight.shape[0]
     data, scale = weight.parts["data"], weight.parts["scale"]
-    shape = next(shape for bound, shape in TILES if tokens <= bound) | tuning
+    shape = tile_for(TILES, tokens) | tuning
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
     if not tokens:
         return y
@@ -125,7 +121,7 @@ def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
     }  # fmt: skip
     tiles_n = triton.cdiv(rows, shape["block_n"])
     if shape["block_t"] < 64:
-        # Few column tiles leave multiprocessors idle: cut K, so that there are about PROGRAMS programs.
+        # Few column tiles leave multiprocessors idle: cut K, so that there are about PROGRAMS of them.
         steps = columns // 128
         per_part = triton.cdiv(steps, shape.get("parts", min(MOST_PARTS, max(1, round(PROGRAMS / tiles_n)))))
         parts = triton.cdiv(steps, per_part)

@@ -17,7 +17,7 @@ LEAST = tl.constexpr(1e-10)
 @triton.jit
 def quantise_columns(b_x, DTYPE: tl.constexpr):
     """A tile [M, 128] in float32 -> (tile in DTYPE, scale [M])."""
-    LIMIT: tl.constexpr = 240.0 if DTYPE == tl.float8e4b8 else 448.0
+    LIMIT: tl.constexpr = 240.0 if tl.float8e4b8 == DTYPE else 448.0
     b_scale = tl.maximum(tl.max(tl.abs(b_x), axis=1), LEAST) / LIMIT
     return tl.clamp(b_x / b_scale[:, None], -LIMIT, LIMIT).to(DTYPE), b_scale
 

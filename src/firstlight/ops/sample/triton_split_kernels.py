@@ -50,12 +50,8 @@ def largest_of_part(
 ):  # fmt: skip
     """value, token [N, parts]: the largest of each part of each row, the lowest token of equals."""
     i_n, i_part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    warm = False
-    scale = 1.0
     if not GREEDY:
         temperature = tl.load(temperature_ptr + i_n).to(tl.float32)
-        warm = temperature > 0
-        scale = tl.where(warm, temperature, 1.0)
         seed, position = tl.load(seed_ptr + i_n), tl.load(position_ptr + i_n)
     best = float("-inf")
     token = V
@@ -64,8 +60,8 @@ def largest_of_part(
         m_v = o_v < V
         b_z = tl.load(logits_ptr + i_n * logits_stride_n + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
         if not GREEDY:
-            b_z = b_z / scale
-            b_z = tl.where(warm & m_v, b_z + gumbel(seed, position, o_v), b_z)
+            b_z = b_z / tl.where(temperature > 0, temperature, 1.0)
+            b_z = tl.where(temperature > 0, b_z + gumbel(seed, position, o_v), b_z)
         largest = tl.max(b_z, axis=0)
         first = tl.min(tl.where((b_z == largest) & m_v, o_v, V), axis=0)
         better = (largest > best) | (token == V)

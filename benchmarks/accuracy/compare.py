@@ -1,0 +1,89 @@
+"""Predict every published point exactly as it was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from firstlight.predict.layout import Layout, build, gpu_of, step_model
+from firstlight.predict.shape import StepShape
+from firstlight.predict.step_time import Conditions, StepModel
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A point in tokens/s/GPU. low, high: the prediction's 80 % interval. error: predicted over measured, minus 1."""
+
+    name: str
+    measured: float
+    predicted: float
+    low: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        """Signed relative error."""
+        return self.predicted / self.measured - 1
+
+
+@lru_cache(maxsize=1)
+def published() -> Mapping[str, Any]:
+    """The points with their sources and workloads."""
+    content: dict[str, Any] = json.loads((HERE / "published.json").read_text())
+    return content
+
+
+def committed_mean() -> float:
+    """The mean error that must not get worse."""
+    return float(published()["committed_mean_error"])
+
+
+def priced(point: Mapping[str, Any]) -> StepModel:
+    """The model of a point, on its GPUs, under its conditions."""
+    config = json.loads((HERE / "configs" / f"{point['config']}.json").read_text())
+    layout = Layout(
+        tensor_parallel=point.get("tp", 1),
+        data_parallel=point.get("dp", 1),
+        expert_parallel=point.get("ep", 1),
+        float8_weights=point.get("float8_weights", False),
+    )
+    conditions = Conditions(
+        graph=not point.get("eager", False), two_batch_overlap=point.get("two_batch_overlap", False)
+    )
+    return step_model(build(config, layout), gpu_of(point["gpu"]), layout, conditions)
+
+
+def predict(point: Mapping[str, Any]) -> Result:
+    """Price the step of a point."""
+    if point["phase"] == "prefill":
+        shape = StepShape.of_prefill(point["tokens"] / point["prompt"], point["prompt"])
+        tokens = point["tokens"]
+    else:
+        shape = StepShape.of_decode(point["requests"], point["context"])
+        tokens = point["requests"]
+    model = priced(point)
+    step = model.time(shape)
+    tokens /= model.mesh.tp.size  # a step's tokens are those of one attention replica
+    return Result(
+        point["name"],
+        point["measured"],
+        tokens / float(step.seconds[0]),
+        tokens / float(step.high[0]),
+        tokens / float(step.low[0]),
+    )
+
+
+def compare() -> list[Result]:
+    """Every published point."""
+    return [predict(point) for point in published()["points"]]
+
+
+def mean_error(results: Sequence[Result]) -> float:
+    """Mean of the errors' sizes."""
+    return sum(abs(result.error) for result in results) / len(results)

@@ -1,0 +1,91 @@
+"""`firstlight explain MODEL --gpu G`: what a step takes on a GPU that need not be here, and why."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Directory with config.json, or a config.json; no weights are needed.")],
+    gpu: Annotated[str, typer.Option(help="A described GPU: h20, h100, h200, h800, b200, gb300, mi300x, mi355x, ...")] = "h200",
+    batch: Annotated[int, typer.Option(min=0, help="Requests that decode in the step, on each attention replica.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each of them, with this step.")] = 4096,
+    prefill: Annotated[int, typer.Option(min=0, help="New prompt tokens in the step beside them.")] = 0,
+    prompt: Annotated[int, typer.Option(min=1, help="Length of the prompts that those belong to.")] = 4096,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that split every layer.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Replicas of the attention part.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks that experts are spread over; divides tp x dp.")] = 1,
+    fp8_kv: Annotated[bool, typer.Option("--fp8-kv", help="KV cache in FP8.")] = False,
+    fp8_weights: Annotated[bool, typer.Option("--fp8-weights", help="Weights of layers in FP8 blocks.")] = False,
+    fp8_head: Annotated[bool, typer.Option("--fp8-head", help="Output head in FP8 blocks.")] = False,
+    bf16_state: Annotated[bool, typer.Option("--bf16-state", help="Recurrent states in bfloat16.")] = False,
+    overlap: Annotated[bool, typer.Option("--two-batch-overlap", help="Hide the experts' exchange behind another half.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Kernels launched one by one, not from a graph.")] = False,
+    bound: Annotated[bool, typer.Option("--bound", help="Fuse as the providers bound here do, not as a tuned engine.")] = False,
+    skew: Annotated[float, typer.Option(min=0, help="Routing: the i-th expert is i^-SKEW as popular; 0: uniform.")] = 0.0,
+    drafts: Annotated[int, typer.Option(min=0, help="Draft tokens verified in each step.")] = 0,
+    acceptance: Annotated[float, typer.Option(min=0, max=1, help="Chance that a draft is right if those before were.")] = 0.8,
+    dollars: Annotated[float, typer.Option(min=0, help="Rent of a GPU an hour; 0: a typical one.")] = 0.0,
+    what_if: Annotated[bool, typer.Option(help="Price changes as well.")] = True,
+) -> None:
+    """Predict a step from the model's own code: a table by kernel, a picture, and what changes would give."""
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from firstlight.errors import FirstlightError
+    from firstlight.models.registry import PREDICTED_ONLY
+    from firstlight.predict import report
+    from firstlight.predict.layout import Layout, build, gpu_of, step_model
+    from firstlight.predict.memory import memory_of
+    from firstlight.predict.shape import StepShape
+    from firstlight.predict.speculation import Speculation, draft_seconds
+    from firstlight.predict.step_time import Conditions
+    from firstlight.predict.what_if import changes
+    from firstlight.step import Bucket
+    from firstlight.weights.checkpoint import open_checkpoint
+
+    if not batch and not prefill:
+        raise FirstlightError("--batch 0 --prefill 0: an empty step; give at least one of them")
+    if context < 1 + drafts:
+        raise FirstlightError(f"--context {context} holds the step's own {1 + drafts} tokens; give at least that")
+    hardware = gpu_of(gpu)
+    if dollars:
+        hardware = replace(hardware, dollars_per_hour=dollars)
+    layout = Layout(tp, dp, ep, fp8_weights, fp8_head, fp8_kv, bf16_state)
+    config = open_checkpoint(model).config
+    try:
+        built = build(config, layout)
+    except ValueError as error:
+        raise FirstlightError(str(error)) from error
+    conditions = Conditions(graph=not eager, skew=skew, two_batch_overlap=overlap, tuned=not bound)
+    tokens = batch * (1 + drafts) + prefill
+    bucket = Bucket(0, tokens, max(batch, 1), max(prefill, 1), max(context, prompt), max(batch, 1)) if bound else None
+    priced = step_model(built, hardware, layout, conditions, bucket=bucket)
+    shape = StepShape.of_decode(batch, context, 1 + drafts) if batch else StepShape()
+    if prefill:
+        length = min(prompt, prefill)
+        shape = shape + StepShape.of_prefill(prefill / length, length, prompt - length)
+    step = priced.time(shape)
+
+    console = Console()
+    if config.get("model_type") in PREDICTED_ONLY:
+        console.print(f"Model type {config['model_type']} can be predicted, not run yet.", style="yellow")
+    console.print(f"{hardware.name}, {priced.mesh.size} of them: {batch} requests at {context} tokens, {prefill} prompt tokens")
+    gained = 1.0
+    if drafts:
+        guess = Speculation(drafts, acceptance)
+        spent = drafts * draft_seconds(priced, batch, context)
+        gained = guess.tokens
+        step = replace(step, seconds=step.seconds + spent, low=step.low + spent, high=step.high + spent, overhead=step.overhead + spent)
+        console.print(f"{drafts} drafts a step, made in {report.duration(float(spent[0]))}: {gained:.2f} tokens a step and request")
+    for line in report.summary(step, priced, batch + prefill, batch, gained):
+        console.print(line)
+    console.print(report.memory_line(memory_of(built, hardware, workspace=priced.model.workspace), batch, max(context, prompt if prefill else 1)))
+    console.print(report.step_table(step))
+    for bar in report.picture(step):
+        console.print(bar)
+    if what_if and not drafts:
+        console.print(report.change_table(changes(config, built, priced, layout, shape), float(step.seconds[0]), priced.mesh.size))

@@ -1,0 +1,133 @@
+"""A predicted step as a table and a picture in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from firstlight.predict.memory import Memory
+from firstlight.predict.step_time import KernelTime, StepModel, StepTime
+from firstlight.predict.what_if import Change
+
+COLOURS = {"memory": "cyan", "compute": "magenta", "link": "yellow", "start": "grey50"}
+BAR = 60
+"""Characters of the picture's longest bar."""
+
+
+def amount(value: float, unit: str) -> str:
+    """A figure with three digits and a prefix: 12.3 GB."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 1000:
+            return f"{value:.3g} {prefix}{unit}"
+        value /= 1000
+    return f"{value:.3g} P{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds >= 1:
+        return f"{seconds:.3f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def _bound(item: KernelTime) -> str:
+    """What most of the time goes to: the floor's side, or the start where that is less than half."""
+    bound = item.bound[0]
+    return bound if bound == "link" or float(item.floor[0]) * 2 >= float(item.seconds[0]) else f"start ({bound})"
+
+
+def step_table(step: StepTime) -> Table:
+    """A row for each kind of kernel, the longest first."""
+    table = Table(title="The step, by kernel", title_justify="left")
+    table.add_column("kernel")
+    for name in ("count", "flops", "bytes", "time", "floor", "share"):
+        table.add_column(name, justify="right")
+    table.add_column("bound by")
+    table.add_column("efficiency from")
+    total = float(step.seconds[0])
+    for item in _ordered(step):
+        table.add_row(
+            item.kernel.name,
+            str(item.kernel.count),
+            amount(float(item.flops[0]), "") if float(item.flops[0]) else "-",
+            amount(float(item.moved[0]), "B") if float(item.moved[0]) else "-",
+            duration(float(item.seconds[0])),
+            duration(float(item.floor[0])),
+            f"{float(item.seconds[0]) / total:.1%}",
+            _bound(item),
+            item.origin if item.origin == "datasheet" else f"{item.origin}: {item.source}",
+        )
+    table.add_row("the step's own", "1", "-", "-", duration(float(step.overhead[0])), "-", f"{float(step.overhead[0]) / total:.1%}", "start", "datasheet")
+    if float(step.hidden[0]):
+        table.add_row("hidden by overlap", "", "", "", f"-{duration(float(step.hidden[0]))}", "", f"-{float(step.hidden[0]) / total:.1%}", "", "")
+    return table
+
+
+def _ordered(step: StepTime) -> Iterable[KernelTime]:
+    active = [item for item in step.kernels if float(item.seconds[0]) > 0]
+    return sorted(active, key=lambda item: -float(item.seconds[0]))
+
+
+def picture(step: StepTime) -> Iterator[Text]:
+    """A bar for each kernel of a percent or more: solid up to its floor, dotted to its time."""
+    longest = max(float(item.seconds[0]) for item in step.kernels)
+    total = float(step.seconds[0])
+    for item in _ordered(step):
+        seconds, floor = float(item.seconds[0]), float(item.floor[0])
+        if seconds < total / 100:
+            return
+        whole = max(round(seconds / longest * BAR), 1)
+        solid = min(round(floor / longest * BAR), whole)
+        line = Text(f"{item.kernel.name[:26]:>26} ")
+        line.append("█" * solid + "░" * (whole - solid), style=COLOURS[item.bound[0]])
+        line.append(f" {duration(seconds)}")
+        yield line
+
+
+def summary(step: StepTime, priced: StepModel, tokens: float, requests: float, drafts: float = 1.0) -> list[RenderableType]:
+    """The step in a few lines: its time with an interval, its floor, tokens a second, money, and where figures come from."""
+    seconds, gpus = float(step.seconds[0]), priced.mesh.size
+    rate = tokens * drafts / seconds / priced.mesh.tp.size
+    lines = [
+        f"{duration(seconds)} a step (80 % interval {duration(float(step.low[0]))} to {duration(float(step.high[0]))}); "
+        f"no implementation takes less than {duration(float(step.floor[0]))}: {float(step.floor[0]) / seconds:.0%} of it",
+        f"{rate:,.0f} tokens/s/GPU, {drafts / seconds:,.1f} tokens/s for each request" if requests == tokens else f"{rate:,.0f} tokens/s/GPU",
+    ]
+    dollars = priced.hardware.dollars_per_hour
+    if dollars:
+        lines.append(f"${dollars / 3600 / rate * 1e6:,.3f} per million tokens at ${dollars:.2f} an hour for each of {gpus} GPU{'s' * (gpus > 1)}")
+    shares = ", ".join(f"{share:.0%} {origin}" for origin, share in step.origins.items())
+    lines.append(f"Efficiencies, by time: {shares}. Nothing here was measured on this model.")
+    return [Text(line) for line in lines]
+
+
+def memory_line(memory: Memory, requests: int, context: int) -> Text:
+    """Whether the batch fits, and what the pools are."""
+    if memory.geometry is None:
+        return Text(f"Weights take {amount(memory.weights, 'B')} a GPU: they leave too little for one request", style="red")
+    fits = memory.requests(context)
+    slots = f", {memory.geometry.slots:,} state slots" if memory.geometry.has_state else ""
+    text = f"Weights {amount(memory.weights, 'B')} a GPU; {memory.geometry.pages:,} pages of {memory.geometry.page_size} tokens{slots}: "
+    text += f"{fits:,} requests of {context:,} tokens fit"
+    return Text(text if fits >= requests else f"{text}, not {requests:,}", style="" if fits >= requests else "red")
+
+
+def change_table(found: Iterable[Change], seconds: float, gpus: int) -> Table:
+    """Each change with its time, and tokens a GPU against the step as it is."""
+    table = Table(title="What if", title_justify="left")
+    table.add_column("change")
+    for name in ("time", "latency", "tokens/s/GPU"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for change in sorted(found, key=lambda change: change.seconds * change.gpus):
+        table.add_row(
+            change.name,
+            duration(change.seconds),
+            f"{change.seconds / seconds - 1:+.1%}",
+            f"{seconds * gpus / change.seconds / change.gpus - 1:+.1%}",
+            "changes answers" if change.lossy else "",
+        )
+    return table

@@ -1,0 +1,129 @@
+"""The Triton providers of attention and its prologue on a GPU, against their float64 references, with fresh inputs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from firstlight.ops.attention import attention, triton_paged
+from firstlight.ops.attention_prologue import attention_prologue, triton_fused
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def fresh_generator() -> torch.Generator:
+    """Its seed is printed, so that a failure can be repeated."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+def batch(
+    counts: list[int], lengths: list[int], *, heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Arguments of `attention`: pages of a block-major pool dealt at random, NaN wherever there is no key, one null page."""
+    generator = fresh_generator()
+    needed = [-(-length // page) for length in lengths]
+    pool = torch.full((sum(needed) + 3, 2, 2, page, kv_heads, dim), float("nan"), dtype=dtype, device="cuda")
+    order = (torch.randperm(sum(needed) + 2, generator=generator, device="cuda") + 1).tolist()
+    table = torch.zeros(len(counts) + 1, max(needed) + 1, dtype=torch.int32)
+    for r, length in enumerate(lengths):
+        for i in range(needed[r]):
+            table[r + 1, i] = order.pop()
+            rows = min(page, length - i * page)
+            values = torch.randn(2, rows, kv_heads, dim, generator=generator, device="cuda")
+            pool[table[r + 1, i], 1, :, :rows] = values.to(dtype)
+    if needed[-1] > 2:
+        table[len(counts), 1] = 0
+    q = torch.randn(sum(counts) + 2, heads, dim, generator=generator, device="cuda").to(dtype)
+    q[sum(counts) :] = float("nan")
+    start = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    indices = (table, torch.arange(1, len(counts) + 1), start, torch.tensor(lengths, dtype=torch.int32))
+    args = [q, pool[:, 1, 0], pool[:, 1, 1], *(index.cuda() for index in indices)]
+    return args, {"scale": dim**-0.5, "max_query": max(counts), "max_context": max(lengths) + 7}
+
+
+@DTYPES
+@pytest.mark.parametrize("settings", [{}, {"window": 40}, {"causal": False}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"heads": 16, "kv_heads": 2, "dim": 256, "page": 64},
+        {"heads": 12, "kv_heads": 4, "dim": 80, "page": 1},
+        {"heads": 5, "kv_heads": 1, "dim": 64, "page": 33},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("counts", "lengths"), [([1, 1, 1], [700, 1, 130]), ([4, 2], [4, 300]), ([150, 1, 33], [150, 90, 200])]
+)
+def test_attention(
+    counts: list[int], lengths: list[int], shape: dict[str, int], settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    args, bounds = batch(counts, lengths, dtype=dtype, **shape)
+    settings = dict(settings)
+    if settings.pop("sinks", False):
+        settings["sinks"] = torch.randn(shape["heads"], device="cuda")
+    ours = triton_paged.run(*args, **bounds, **settings)[: sum(counts)]
+    theirs = attention.reference(*(x.double() if x.is_floating_point() else x for x in args), **bounds, **settings)
+    largest = args[2].nan_to_num(0).abs().max().double()
+    assert ours.dtype == dtype
+    assert (ours.double() - theirs[: sum(counts)]).abs().max() < TOLERANCE[dtype] * largest
+
+
+def test_pages_beyond_two_billion_elements() -> None:
+    """A page whose offset in the pool takes more than 32 bits."""
+    pool = torch.empty(3, 2**30, dtype=torch.bfloat16, device="cuda")
+    pages = pool[:, : 2 * 64 * 2 * 256].view(3, 2, 64, 2, 256)
+    pages[2].normal_()
+    q = torch.randn(1, 16, 256, device="cuda").bfloat16()
+    table = torch.tensor([[2]], dtype=torch.int32, device="cuda")
+    indices = (table, torch.tensor([0]).cuda(), torch.tensor([0, 1]).cuda(), torch.tensor([50]).cuda())
+    bounds = {"scale": 0.06, "max_query": 1, "max_context": 64}
+    ours = triton_paged.run(q, pages[:, 0], pages[:, 1], *indices, **bounds)
+    theirs = attention.reference(q.double(), pages[:, 0].double(), pages[:, 1].double(), *indices, **bounds)
+    assert (ours.double() - theirs).abs().max() < 0.05
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 70, 301])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"heads": 16, "kv_heads": 2, "head_dim": 256, "gated": True, "zero_centred": True},
+        {"heads": 6, "kv_heads": 3, "head_dim": 80},
+    ],
+    ids=str,
+)
+def test_prologue(settings: dict[str, Any], tokens: int, dtype: torch.dtype) -> None:
+    """Null slots are dropped, pages that nobody writes stay as they are."""
+    generator = fresh_generator()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    heads, kv_heads, dim = (settings[name] for name in ("heads", "kv_heads", "head_dim"))
+    width = heads * dim * (1 + settings.get("gated", False)) + 2 * kv_heads * dim
+    qkv = normal(tokens, width + 16).to(dtype)[:, :width]
+    norms = [normal(dim).to(dtype) for _ in "qk"]
+    angles = normal(tokens, dim // 4 * 2)
+    slot = torch.randperm(tokens + 30, generator=generator, device="cuda")[:tokens] + 16
+    slot[-1] = 0
+    pools = [torch.full((2, tokens // 16 + 4, 16, kv_heads, dim), float("nan"), dtype=dtype, device="cuda") for _ in "ab"]
+    q, gate = triton_fused.run(qkv, *norms, angles, *pools[0], slot, **settings)
+    exact = [x.double() for x in (qkv, *norms, angles, *pools[1])]
+    expected_q, expected_gate = attention_prologue.reference(*exact, slot, **settings)
+    pairs = [(q, expected_q), (pools[0][0, 1:], exact[4][1:]), (pools[0][1, 1:], exact[5][1:])]
+    if gate is not None:
+        pairs.append((gate, expected_gate))
+    for ours, theirs in pairs:
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        ours, theirs = ours.double().nan_to_num(0), theirs.nan_to_num(0)
+        assert (ours - theirs).abs().max() < TOLERANCE[dtype] * theirs.abs().max()

@@ -1,0 +1,113 @@
+"""Costs of a walked model: exact at shapes that were never walked, and those of the ops themselves."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from predict.priced import config, priced
+
+from firstlight.models.walk import meta_step, walk
+from firstlight.ops.op import NO_COST, Shape
+from firstlight.predict.layout import Layout, build
+from firstlight.predict.shape import StepShape
+from firstlight.predict.walk import VARIABLES, walk_model
+from firstlight.step import Bucket
+
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "deepseek_v3")
+
+
+def walked_at(model, decode, prefill, context):
+    """Sum of all ops' own costs in one walk of the whole model at a mixed step of even rows."""
+    (rows, query), (prompts, length) = decode, prefill
+    tokens = rows * query + prompts * length
+    bucket = Bucket(0, tokens, rows + prompts, max(length, query), context, rows * query + prompts)
+    step = replace(meta_step(model, bucket, decode_requests=rows, page_size=16), decode_tokens=rows * query)
+    total = NO_COST
+    parts = {"decode": StepShape.of_decode(rows, context, query).decode}
+    parts["prefill"] = StepShape.of_prefill(prompts, length, context - length).prefill
+    whole = parts["decode"] + parts["prefill"]
+
+    def observe(bound, args, kwargs):
+        nonlocal total
+        part = parts.get(bound.label, whole)
+        shape = Shape(float(part.tokens), float(part.requests), float(part.keys), float(part.pairs), 0.375)
+        total = total + bound.op.cost(shape, *args, **kwargs)
+        return bound.op.abstract(*args, **kwargs)
+
+    walk(model, step, observe)
+    return total
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_coefficients_give_the_costs_of_a_walk_anywhere(name):
+    model = build(config(name), Layout())
+    walked = walk_model(model)
+    rows, query, prompts, length, context = 11, 2, 3, 320, 777
+    decode = StepShape.of_decode(rows, context, query)
+    shape = decode + StepShape.of_prefill(prompts, length, context - length)
+    want = walked_at(model, (rows, query), (prompts, length), context)
+    got = {"read": 0.0, "written": 0.0, "flops": 0.0, "launches": 0.0}
+    for call in walked.calls:
+        part = shape.part(call.label)
+        values = dict.fromkeys(VARIABLES, 0.0)
+        values |= {
+            "one": 1.0, "decode_tokens": shape.decode.tokens, "decode_requests": shape.decode.requests,
+            "prefill_tokens": shape.prefill.tokens, "prefill_requests": shape.prefill.requests,
+            "logits": shape.logits, "keys": part.keys, "pairs": part.pairs, "distinct": 0.375, "longest": length,
+        }  # fmt: skip
+        vector = np.array([float(values[variable]) for variable in VARIABLES])
+        for figure, coefficients in call.cost.items():
+            key = figure.partition(":")[0]
+            if key in got:
+                got[key] += call.count * float(coefficients @ vector)
+    assert got["read"] == pytest.approx(want.read, rel=1e-9)
+    assert got["written"] == pytest.approx(want.written, rel=1e-9)
+    assert got["flops"] == pytest.approx(sum(want.flops.values()), rel=1e-9)
+    assert got["launches"] == pytest.approx(want.launches, rel=1e-9)
+
+
+def test_layers_that_agree_are_walked_once_and_counted():
+    calls = walk_model(build(config("Qwen3.5-35B-A3B"), Layout())).calls
+    attention = [call for call in calls if call.op == "attention" and call.label == "decode"]
+    assert sum(call.count for call in attention) == 10
+    assert sum(call.count for call in calls if call.op == "experts") == 40
+    assert len({call.path.split(".")[1] for call in calls if call.path.startswith("layers.")}) == 3
+
+
+def test_a_model_of_sixty_layers_is_walked_within_a_second_and_a_shape_priced_in_fifty_microseconds():
+    model = build(config("Qwen3.5-397B-A17B"), Layout())
+    walk_model(model)  # the first call of torch's meta kernels loads them
+    start = time.process_time()
+    build(config("Qwen3.5-397B-A17B"), Layout())
+    walk_model(model)
+    assert time.process_time() - start < 1.0
+    steps = priced("Qwen3.5-397B-A17B")
+    context = np.arange(1000, 3000)
+    shapes = StepShape.of_decode(np.full(2000, 64), context) + StepShape.of_prefill(np.ones(2000), context)
+    steps.time(shapes)
+    start = time.process_time()
+    steps.time(shapes)
+    assert (time.process_time() - start) / 2000 < 50e-6
+
+
+def test_a_split_over_ranks_divides_weights_and_adds_collectives():
+    whole, half = (walk_model(build(config("Qwen3-8B"), Layout(tensor_parallel=n))).calls for n in (1, 2))
+
+    def weights(calls):
+        return sum(call.count * call.cost["read"][0] for call in calls if call.op == "linear")
+
+    assert weights(half) == pytest.approx(weights(whole) / 2, rel=1e-3)
+    assert not any(call.cost["messages"].any() for call in whole)
+    assert sum(call.count for call in half if call.op == "all_reduce") == 2 * 36 + 1
+
+
+def test_walking_leaves_the_model_as_it_was():
+    model = build(config("qwen3_next"), Layout())
+    layers = list(model.layers)
+    walk_model(model)
+    assert list(model.layers) == layers
+    assert all(isinstance(weight, torch.Tensor) for weight in (model.norm.weight, model.embed_tokens.weight))

@@ -1,0 +1,67 @@
+"""The Triton providers of gated_delta under Triton's interpreter, on tiny odd shapes, against the float64 reference."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from triton_mixers import errors, gated_delta_inputs
+
+from firstlight.ops.gated_delta import gated_delta, triton_chunked, triton_decode
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+
+DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 4e-3)], ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "tiles", [triton_decode.Tiles(True, 1), triton_decode.Tiles(False, 1, 4, 2)], ids=["fused", "two kernels"]
+)
+@pytest.mark.parametrize("heads", [{"key_heads": 2, "value_heads": 2}, {"key_heads": 1, "value_heads": 3, "width": 3}], ids=str)
+def test_decode(heads: dict[str, int], tiles: triton_decode.Tiles, dtype: torch.dtype, tolerance: float) -> None:
+    """Null slots, copies, in place, requests without a token, exports before and after the token."""
+    exports = ((0, 1, 7), (1, 0, 8), (2, 1, 9), (4, 0, 0))
+    args, kwargs = gated_delta_inputs(
+        [1, 1, 1, 1, 0, 0],
+        [1, 2, 0, 2, 4, 5],
+        [1, 3, 5, 0, 6, 0],
+        exports=exports,
+        key_dim=16,
+        value_dim=8,
+        dtype=dtype,
+        **heads,
+    )
+    found = errors(lambda *a, **k: triton_decode.run(*a, **k, tiles=tiles), args, kwargs)
+    assert max(found.values()) < tolerance, found
+
+
+@DTYPES
+@pytest.mark.parametrize("options", [{}, {"slice_values": 16}], ids=str)
+def test_prefill(options: dict[str, int], dtype: torch.dtype, tolerance: float) -> None:
+    """Ragged requests and exports at a chunk's start, inside it and at the request's end."""
+    exports = ((0, 64, 7), (0, 128, 8), (0, 70, 9), (1, 64, 10), (2, 1, 11), (4, 0, 0), (0, 0, 12), (0, 130, 13))
+    args, kwargs = gated_delta_inputs(
+        [130, 64, 2, 1, 0], [1, 0, 2, 2, 5], [1, 3, 4, 0, 6], exports=exports, dtype=dtype, key_dim=16, value_dim=32
+    )
+    found = errors(lambda *a, **k: triton_chunked.run(*a, **k, **options), args, kwargs)
+    assert max(found.values()) < tolerance, found
+
+
+def test_chunks_are_single_steps() -> None:
+    """Two steps of prefill and one of decoding end where one prefill of all tokens ends."""
+    args, kwargs = gated_delta_inputs([71], [0], [1], key_dim=16, padding=0)
+    whole: list[Any] = [x.clone() for x in args]
+    expected = gated_delta.reference(*whole, **kwargs)
+    parts = []
+    for begin, end in ((0, 66), (66, 70), (70, 71)):
+        start = torch.tensor([0, end - begin], dtype=torch.int32)
+        source = torch.tensor([min(begin, 1)], dtype=torch.int32)
+        run = triton_decode.run if end - begin == 1 else triton_chunked.run
+        inputs = [x[begin:end] for x in args[:4]]
+        parts.append(run(*inputs, *args[4:10], start, source, *args[12:], **{**kwargs, "max_query": end - begin}))
+    torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(args[9][1], whole[9][1], rtol=1e-5, atol=1e-5)
