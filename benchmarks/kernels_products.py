@@ -203,7 +203,7 @@ def samples() -> Iterator[Row]:
             rest = (warm, warm, warm, number, number)
             yield Row(
                 f"sample {rows} x 248320 {'greedy' if greedy else 'drawn'}",
-                [lambda z=z, g=greedy, rest=rest: run(z, *rest, greedy=g, filtered=False) for z in logits],
+                [lambda run=run, z=z, g=greedy, a=rest: run(z, *a, greedy=g, filtered=False) for z in logits],
                 lambda z=logits, g=greedy, rest=rest: REGISTRY["sample"].reference(z[0], *rest, greedy=g, filtered=False),
                 logits[0].nbytes,
                 tolerance=1e-9,

@@ -17,12 +17,33 @@ def explain(*arguments):
 def test_a_step_is_explained():
     shown = explain(CONFIGS / "Qwen3.5-35B-A3B.json", "--gpu", "h200", "--batch", 64, "--context", 4096)
     assert shown.returncode == 0, shown.stderr
-    for wanted in ("80 % interval", "no implementation takes less", "per million tokens", "experts", "gated_delta", "What if", "FP8 KV"):
+    for wanted in (
+        "80 % interval",
+        "no implementation takes less",
+        "per million tokens",
+        "experts",
+        "gated_delta",
+        "What if",
+        "FP8 KV",
+    ):
         assert wanted in shown.stdout
 
 
 def test_mixed_steps_drafts_and_layouts_are_priced():
-    shown = explain(CONFIGS / "Qwen3-8B.json", "--gpu", "b200", "--tp", 2, "--batch", 8, "--prefill", 512, "--drafts", 2, "--fp8-weights")
+    shown = explain(
+        CONFIGS / "Qwen3-8B.json",
+        "--gpu",
+        "b200",
+        "--tp",
+        2,
+        "--batch",
+        8,
+        "--prefill",
+        512,
+        "--drafts",
+        2,
+        "--fp8-weights",
+    )
     assert shown.returncode == 0, shown.stderr
     assert "attention prefill" in shown.stdout
     assert "2 drafts a step" in shown.stdout

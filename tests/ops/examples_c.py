@@ -14,7 +14,9 @@ Example = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 HEADS, NOPE, TURNED, VALUE, LATENT = 3, 8, 4, 6, 16
 
 
-def latent_batch(counts: list[int], lengths: list[int], *, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def latent_batch(
+    counts: list[int], lengths: list[int], *, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """Inputs of `latent_attention` but the weight; rows that hold no key are NaN."""
     batch = paged_batch(counts, lengths, heads=HEADS, kv_heads=1, dim=LATENT + TURNED, dtype=dtype)
     return {
@@ -33,9 +35,7 @@ def attention_example(packed: bool, selected: bool, absorbed: bool, dtype: torch
             "nope": NOPE, "value_dim": VALUE, "scale": 0.3, "max_query": 3, "max_context": 9, "absorbed": absorbed,
         }  # fmt: skip
         if selected:
-            kwargs["selected"] = torch.tensor(
-                [[4, 0], [6, -1], [0, 7], [8, 2], [0, -1], [1, 0]], dtype=torch.int32
-            )
+            kwargs["selected"] = torch.tensor([[4, 0], [6, -1], [0, 7], [8, 2], [0, -1], [1, 0]], dtype=torch.int32)
         return (*batch.values(), kv_b), kwargs
 
     return make
@@ -56,6 +56,16 @@ def prologue_example(turns: bool) -> Example:
     return make
 
 
+def select_example(top: int) -> Example:
+    def make() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        batch = paged_batch([1, 3, 2], [5, 9, 2], heads=4, kv_heads=1, dim=8)
+        indices = (batch[name] for name in ("pages", "row", "query_start", "length"))
+        kwargs = {"top": top, "scale": 0.2, "max_query": 3, "max_context": 9}
+        return (batch["q"], normal(6, 4), batch["k_pages"], *indices), kwargs
+
+    return make
+
+
 EXAMPLES: dict[str, list[Example]] = {
     "latent_attention": [
         attention_example(False, False, True),
@@ -64,5 +74,6 @@ EXAMPLES: dict[str, list[Example]] = {
         attention_example(False, False, False, torch.bfloat16),
     ],
     "write_latent": [write_example],
+    "select_keys": [select_example(3), select_example(16)],
     "latent_prologue": [prologue_example(True), prologue_example(False)],
 }

@@ -17,7 +17,9 @@ def test_it_is_attention_over_widened_keys_and_values():
     widened = torch.einsum("hwl,psl->pshw", weight.view(HEADS, NOPE + VALUE, LATENT), latent_pages[:, :, 0, :LATENT])
     turned = latent_pages[..., LATENT:].expand(-1, -1, HEADS, -1)
     keys = torch.cat((widened[..., :NOPE], turned), dim=-1)
-    values = torch.nn.functional.pad(widened[..., NOPE:], (0, NOPE + TURNED - VALUE))  # attention wants one size for both
+    values = torch.nn.functional.pad(
+        widened[..., NOPE:], (0, NOPE + TURNED - VALUE)
+    )  # attention wants one size for both
     want = attention(q, keys, values, pages, row, query_start, length, scale=0.3, max_query=3, max_context=9)
     got = latent_attention(*batch, weight, **kwargs)
     torch.testing.assert_close(got, want[..., :VALUE])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def config(name: str) -> dict[str, Any]:
     return json.loads((path if path.exists() else TINY / f"{name}.json").read_text())
 
 
-@lru_cache(maxsize=None)
+@cache
 def priced(name: str, gpu: str = "h200", layout: Layout | None = None) -> StepModel:
     """A config on a GPU."""
     layout = layout or Layout()

@@ -18,9 +18,14 @@ def moved(steps, shape, op):
 
 def test_a_smaller_cache_and_state_halve_what_they_hold():
     shape = StepShape.of_decode(64, 8192)
-    plain, small = priced("Qwen3.5-35B-A3B"), priced("Qwen3.5-35B-A3B", layout=Layout(float8_cache=True, bfloat16_state=True))
+    plain, small = (
+        priced("Qwen3.5-35B-A3B"),
+        priced("Qwen3.5-35B-A3B", layout=Layout(float8_cache=True, bfloat16_state=True)),
+    )
     assert moved(small, shape, "attention") == pytest.approx(moved(plain, shape, "attention") / 2, rel=0.01)
-    assert moved(small, shape, "gated_delta_rule") == pytest.approx(moved(plain, shape, "gated_delta_rule") / 2, rel=0.05)
+    assert moved(small, shape, "gated_delta_rule") == pytest.approx(
+        moved(plain, shape, "gated_delta_rule") / 2, rel=0.05
+    )
     assert moved(small, shape, "experts") == moved(plain, shape, "experts")
 
 
@@ -37,7 +42,10 @@ def test_every_change_that_applies_is_priced():
 
 def test_a_checkpoint_in_fp8_is_not_offered_fp8_weights():
     layout, raw = Layout(), config("Qwen3-30B-A3B-FP8")
-    names = [c.name for c in changes(raw, build(raw, layout), priced("Qwen3-30B-A3B-FP8"), layout, StepShape.of_decode(1, 99))]
+    names = [
+        c.name
+        for c in changes(raw, build(raw, layout), priced("Qwen3-30B-A3B-FP8"), layout, StepShape.of_decode(1, 99))
+    ]
     assert "FP8 weights" not in names
 
 

@@ -63,7 +63,7 @@ def test_time_falls_with_the_bandwidth(name, gpu, layout):
 
 def test_twice_the_peaks_halve_all_but_the_starts(name, gpu, layout):
     steps = priced(name, gpu, layout)
-    shape = StepShape.of_decode(np.array([1, 64, 512]), 4096) + StepShape.of_prefill(1, np.array([1, 512, 8192]))
+    shape = StepShape.of_decode(np.array([1, 64, 512]), 4096) + StepShape.of_prefill(16, np.array([1, 64, 512]))
     times = [with_hardware(steps, **faster(steps.hardware, n)).time(shape).seconds for n in (1, 2, 4)]
     fixed = 2 * times[1] - times[0]  # what is left if the rest halves
     again = 2 * times[2] - times[1]

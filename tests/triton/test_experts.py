@@ -31,9 +31,11 @@ def test_grouped_fp8(tokens: int) -> None:
     check_experts(triton_grouped.run, "cpu", F16, tokens, 3, 2, 256, 128, INTERPRETED_FP8, packed=True, first_expert=1)
 
 
-@pytest.mark.parametrize(("packed", "hidden", "size", "shared"), [(False, 40, 24, 32), (True, 128, 128, 128)])
-def test_moe(packed: bool, hidden: int, size: int, shared: int) -> None:
-    check_moe(triton_few_moe.run, "cpu", F16, 2, 4, 2, hidden, size, shared, 5e-3, packed=packed)
+@pytest.mark.parametrize(
+    ("packed", "tokens", "hidden", "size", "shared"), [(False, 3, 40, 24, 32), (True, 2, 128, 128, 128)]
+)
+def test_moe(packed: bool, tokens: int, hidden: int, size: int, shared: int) -> None:
+    check_moe(triton_few_moe.run, "cpu", F16, tokens, 4, 2, hidden, size, shared, 5e-3, packed=packed)
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(40, 3, 9), (700, 2, 9), (1500, 3, 12)])

@@ -9,7 +9,9 @@ import typer
 
 def command(
     model: Annotated[str, typer.Argument(help="Directory with config.json, or a config.json; no weights are needed.")],
-    gpu: Annotated[str, typer.Option(help="A described GPU: h20, h100, h200, h800, b200, gb300, mi300x, mi355x, ...")] = "h200",
+    gpu: Annotated[
+        str, typer.Option(help="A described GPU: h20, h100, h200, h800, b200, gb300, mi300x, mi355x, ...")
+    ] = "h200",
     batch: Annotated[int, typer.Option(min=0, help="Requests that decode in the step, on each attention replica.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each of them, with this step.")] = 4096,
     prefill: Annotated[int, typer.Option(min=0, help="New prompt tokens in the step beside them.")] = 0,
@@ -21,12 +23,20 @@ def command(
     fp8_weights: Annotated[bool, typer.Option("--fp8-weights", help="Weights of layers in FP8 blocks.")] = False,
     fp8_head: Annotated[bool, typer.Option("--fp8-head", help="Output head in FP8 blocks.")] = False,
     bf16_state: Annotated[bool, typer.Option("--bf16-state", help="Recurrent states in bfloat16.")] = False,
-    overlap: Annotated[bool, typer.Option("--two-batch-overlap", help="Hide the experts' exchange behind another half.")] = False,
+    overlap: Annotated[
+        bool, typer.Option("--two-batch-overlap", help="Hide the experts' exchange behind another half.")
+    ] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Kernels launched one by one, not from a graph.")] = False,
-    bound: Annotated[bool, typer.Option("--bound", help="Fuse as the providers bound here do, not as a tuned engine.")] = False,
-    skew: Annotated[float, typer.Option(min=0, help="Routing: the i-th expert is i^-SKEW as popular; 0: uniform.")] = 0.0,
+    bound: Annotated[
+        bool, typer.Option("--bound", help="Fuse as the providers bound here do, not as a tuned engine.")
+    ] = False,
+    skew: Annotated[
+        float, typer.Option(min=0, help="Routing: the i-th expert is i^-SKEW as popular; 0: uniform.")
+    ] = 0.0,
     drafts: Annotated[int, typer.Option(min=0, help="Draft tokens verified in each step.")] = 0,
-    acceptance: Annotated[float, typer.Option(min=0, max=1, help="Chance that a draft is right if those before were.")] = 0.8,
+    acceptance: Annotated[
+        float, typer.Option(min=0, max=1, help="Chance that a draft is right if those before were.")
+    ] = 0.8,
     dollars: Annotated[float, typer.Option(min=0, help="Rent of a GPU an hour; 0: a typical one.")] = 0.0,
     what_if: Annotated[bool, typer.Option(help="Price changes as well.")] = True,
 ) -> None:
@@ -73,19 +83,35 @@ def command(
     console = Console()
     if config.get("model_type") in PREDICTED_ONLY:
         console.print(f"Model type {config['model_type']} can be predicted, not run yet.", style="yellow")
-    console.print(f"{hardware.name}, {priced.mesh.size} of them: {batch} requests at {context} tokens, {prefill} prompt tokens")
+    console.print(
+        f"{hardware.name}, {priced.mesh.size} of them: {batch} requests at {context} tokens, {prefill} prompt tokens"
+    )
     gained = 1.0
     if drafts:
         guess = Speculation(drafts, acceptance)
         spent = drafts * draft_seconds(priced, batch, context)
         gained = guess.tokens
-        step = replace(step, seconds=step.seconds + spent, low=step.low + spent, high=step.high + spent, overhead=step.overhead + spent)
-        console.print(f"{drafts} drafts a step, made in {report.duration(float(spent[0]))}: {gained:.2f} tokens a step and request")
+        step = replace(
+            step,
+            seconds=step.seconds + spent,
+            low=step.low + spent,
+            high=step.high + spent,
+            overhead=step.overhead + spent,
+        )
+        console.print(
+            f"{drafts} drafts a step, made in {report.duration(float(spent[0]))}: {gained:.2f} tokens a step and request"
+        )
     for line in report.summary(step, priced, batch + prefill, batch, gained):
         console.print(line)
-    console.print(report.memory_line(memory_of(built, hardware, workspace=priced.model.workspace), batch, max(context, prompt if prefill else 1)))
+    console.print(
+        report.memory_line(
+            memory_of(built, hardware, workspace=priced.model.workspace), batch, max(context, prompt if prefill else 1)
+        )
+    )
     console.print(report.step_table(step))
     for bar in report.picture(step):
         console.print(bar)
     if what_if and not drafts:
-        console.print(report.change_table(changes(config, built, priced, layout, shape), float(step.seconds[0]), priced.mesh.size))
+        console.print(
+            report.change_table(changes(config, built, priced, layout, shape), float(step.seconds[0]), priced.mesh.size)
+        )

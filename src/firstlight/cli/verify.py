@@ -64,15 +64,13 @@ def command(
             )
             findings = verify(subject, progress=status.update)
     except (FirstlightError, ValueError, RuntimeError) as error:
-        errors.print(f"firstlight: error: {error}", markup=False, highlight=False)
+        errors.print(f"firstlight: error: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     name = model_name(options.model)
     report = as_json(name, subject, findings)
     console = Console()
-    console.print(
-        f"{name}: {report['layers']} layers in {report['dtype']} on {report['device']}; {report['reference']}\n",
-        markup=False,
-    )
+    head = f"{name}: {report['layers']} layers in {report['dtype']} on {report['device']}; {report['reference']}\n"
+    console.print(head, markup=False, highlight=False, soft_wrap=True)
     console.print(full_table(findings) if all else summary_table(subject, findings))
     console.print()
     for line in verdict(subject, findings):

@@ -24,12 +24,14 @@ FAMILIES = {
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "deepseek_v3": "deepseek_v3",
+    "deepseek_v32": "deepseek_v32",
     "kimi_k2": "deepseek_v3",
 }
 """`model_type` -> the file of its family."""
 
-PREDICTED_ONLY: frozenset[str] = frozenset()
-"""Those that can be predicted, but not run yet: some op of theirs has shapes and costs only."""
+PREDICTED_ONLY = frozenset({"deepseek_v32"})
+"""Those that can be predicted, but not run yet: the engine gives every layer the same pages, and these keep more than one kind
+of row, or some op of theirs has shapes and costs only."""
 
 
 def family(config: Mapping[str, Any]) -> type[CausalModel]:

@@ -36,8 +36,11 @@ def register_limit(registers: int) -> dict[str, int]:
 
 
 def read_tiles(kernel_file: str, name: str) -> list[dict[str, Any]]:
-    """The rows of a tuning table beside a kernel, in the order of their `up_to` (None: everything else)."""
-    rows: list[dict[str, Any]] = json.loads((Path(kernel_file).parent / name).read_text())["rows"]
+    """The rows of a tuning table beside a kernel for this torch's kind of GPU, ordered by `up_to` (None: all the rest)."""
+    import torch
+
+    kind = "cuda" if torch.version.hip is None else "hip"
+    rows: list[dict[str, Any]] = json.loads((Path(kernel_file).parent / name).read_text())[kind]
     bounds = [float("inf") if row["up_to"] is None else row["up_to"] for row in rows]
     if bounds != sorted(set(bounds)) or bounds[-1] != float("inf"):
         raise ValueError(f"{name}: up_to must rise from row to row and end with null; it is {bounds}")

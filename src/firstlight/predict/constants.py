@@ -14,7 +14,12 @@ of which about 0.3 us is the kernel."""
 SMALL_KERNEL = 1.0 * MICROSECOND
 """What an elementwise kernel takes before bytes count: one trip to memory and back, and the tail of the last block. With the gap
 that is 2 us: conv updates of a few rows measure 1.8 to 2 us in a graph on an H200, norms up to 2.5."""
-HEAVY_START = {"product": 3.5 * MICROSECOND, "experts": 7.0 * MICROSECOND, "attention": 5.0 * MICROSECOND, "state": 3.5 * MICROSECOND}
+HEAVY_START = {
+    "product": 3.5 * MICROSECOND,
+    "experts": 7.0 * MICROSECOND,
+    "attention": 5.0 * MICROSECOND,
+    "state": 3.5 * MICROSECOND,
+}
 """What a heavy kernel takes before its roofline counts: filling its pipeline, the tail of its last wave, a second kernel that
 joins splits (attention) or multiplies again (experts). Chosen so that held-out rows of the calibration tables are predicted
 best; an H200's products of few rows take 6 to 10 us "whatever the size", its recurrent decode of one request 4.7 us."""

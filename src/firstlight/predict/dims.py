@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from firstlight.ops.op import Op
@@ -23,7 +23,7 @@ class Dims:
     axis: str = ""
 
 
-@lru_cache(maxsize=None)
+@cache
 def _names(op: Op) -> tuple[str, ...]:
     names = tuple(inspect.signature(op.body).parameters)
     return names[1:] if op.parts else names

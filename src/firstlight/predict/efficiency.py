@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -45,8 +45,8 @@ class Curve:
     includes: str = ""
 
     def at(self, size: Numbers) -> Numbers:
-        """Efficiency at sizes, linear in their logarithm."""
-        return np.interp(np.log2(np.maximum(size, 1.0)), np.log2(GRID), self.values)
+        """Efficiency at sizes: between points of the grid, its logarithm is linear in the size's."""
+        return np.exp(np.interp(np.log2(np.maximum(size, 1.0)), np.log2(GRID), np.log(self.values)))
 
     def trust(self, size: Numbers) -> tuple[str, float, str]:
         """(origin, spread, source) at sizes.
@@ -76,7 +76,7 @@ class Points:
     efficiency: Numbers
 
 
-@lru_cache(maxsize=None)
+@cache
 def points_of(op: str, label: str) -> Points | None:
     """The measured rows of an op, or None."""
     family = FAMILIES.get((op, label))
@@ -123,7 +123,7 @@ def _weights(points: Points, places: Numbers, apart: Numbers) -> Numbers:
     return weight / weight.sum(-1, keepdims=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def held_out(op: str, label: str, table: int) -> Numbers:
     """ln(predicted / measured time) of each row of a table, predicted from the rows of all other shapes."""
     points = points_of(op, label)
@@ -140,7 +140,7 @@ def held_out(op: str, label: str, table: int) -> Numbers:
     return np.log((start + points.floor[rows] / efficiency) / points.seconds[rows])
 
 
-@lru_cache(maxsize=None)
+@cache
 def spread_of(op: str, label: str, table: int) -> float:
     """What holds the middle 80 % of a table's held-out errors, as a standard deviation."""
     reach = np.quantile(np.abs(held_out(op, label, table)), 0.8)
@@ -180,6 +180,8 @@ def _curve(
     places = np.array([_log(family.place({**dict(sizes), family.along: size})) for size in GRID])
     weights = _weights(points, places, np.array([apart[int(i)] for i in points.table]))
     values = np.exp(weights @ np.log(points.efficiency))
+    if family.kind in ("attention", "state"):  # their work grows with the size, and more of it never takes less time
+        values = GRID / np.maximum.accumulate(GRID / values)
     order = tuple(sorted(tables))
     pull = np.array([weights[:, points.table == i].sum(-1) for i in order])
     own = sum((pull[n] for n, i in enumerate(order) if apart[i] == 0.0), np.zeros(len(GRID)))

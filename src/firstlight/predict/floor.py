@@ -129,7 +129,11 @@ FAMILIES: dict[tuple[str, str], Floor] = {
     ("experts", ""): Floor(
         "experts",
         _experts,
-        lambda s: (s["assigned"] if "assigned" in s else expert_tokens(s), s["experts"], s["hidden"] * s["intermediate"]),
+        lambda s: (
+            s["assigned"] if "assigned" in s else expert_tokens(s),
+            s["experts"],
+            s["hidden"] * s["intermediate"],
+        ),
         "assigned",
     ),
     ("attention", "decode"): Floor(

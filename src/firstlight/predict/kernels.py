@@ -32,6 +32,7 @@ HEAVY = {
     "clamped_experts": "experts",
     "attention": "attention",
     "latent_attention": "attention",
+    "select_keys": "attention",
     "gated_delta_rule": "state",
     "channel_delta_rule": "state",
 }
@@ -142,7 +143,9 @@ def _joined(calls: list[WalkedCall], hardware: Hardware) -> Kernel:
         dtype=_flops(heavy)[0],
         flops=np.sum([_flops(call)[1] for call in calls], axis=0),
         moved=np.maximum(np.sum([_moved(call) - 2 * call.passed_on for call in calls], axis=0), 0.0),
-        chain=np.sum([call.cost["chain"] for call in calls], axis=0) if kind == "state" and first.label == "prefill" else _zero(),
+        chain=np.sum([call.cost["chain"] for call in calls], axis=0)
+        if kind == "state" and first.label == "prefill"
+        else _zero(),
         segment=_segment(first.path),
         provider="fused",
     )

@@ -88,7 +88,8 @@ def build(config: Mapping[str, Any], layout: Layout) -> CausalModel:
 
 def _halved(spec: SlotSpec) -> SlotSpec:
     tensors = {
-        name: (shape, torch.bfloat16 if dtype == torch.float32 else dtype) for name, (shape, dtype) in spec.tensors.items()
+        name: (shape, torch.bfloat16 if dtype == torch.float32 else dtype)
+        for name, (shape, dtype) in spec.tensors.items()
     }
     return replace(spec, tensors=tensors)
 

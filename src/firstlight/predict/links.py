@@ -32,9 +32,7 @@ def _share(hardware: Hardware, link: Link) -> float:
     return constants.LINK_SHARE if link is hardware.links[0] else constants.NETWORK_SHARE
 
 
-def seconds(
-    kernel: Kernel, sent: Numbers, hardware: Hardware, mesh: Mesh, shape: StepShape
-) -> tuple[Numbers, Numbers]:
+def seconds(kernel: Kernel, sent: Numbers, hardware: Hardware, mesh: Mesh, shape: StepShape) -> tuple[Numbers, Numbers]:
     """(seconds, least seconds) of a message; 0 where nothing is sent."""
     if kernel.kind == "collective":
         ranks = kernel.dims.sizes["ranks"]
@@ -102,7 +100,15 @@ def expert_exchange(model: WalkedModel, mesh: Mesh, kernels: list[Kernel]) -> li
     name = "sort exchanged tokens"
     found.append(
         Kernel(
-            name, name, "prefill", "elementwise", model.sparse_layers, Dims(), moved=moved, launches=2, segment="feed_forward"
+            name,
+            name,
+            "prefill",
+            "elementwise",
+            model.sparse_layers,
+            Dims(),
+            moved=moved,
+            launches=2,
+            segment="feed_forward",
         )
     )
     return found

@@ -60,9 +60,29 @@ def step_table(step: StepTime) -> Table:
             _bound(item),
             item.origin if item.origin == "datasheet" else f"{item.origin}: {item.source}",
         )
-    table.add_row("the step's own", "1", "-", "-", duration(float(step.overhead[0])), "-", f"{float(step.overhead[0]) / total:.1%}", "start", "datasheet")
+    table.add_row(
+        "the step's own",
+        "1",
+        "-",
+        "-",
+        duration(float(step.overhead[0])),
+        "-",
+        f"{float(step.overhead[0]) / total:.1%}",
+        "start",
+        "datasheet",
+    )
     if float(step.hidden[0]):
-        table.add_row("hidden by overlap", "", "", "", f"-{duration(float(step.hidden[0]))}", "", f"-{float(step.hidden[0]) / total:.1%}", "", "")
+        table.add_row(
+            "hidden by overlap",
+            "",
+            "",
+            "",
+            f"-{duration(float(step.hidden[0]))}",
+            "",
+            f"-{float(step.hidden[0]) / total:.1%}",
+            "",
+            "",
+        )
     return table
 
 
@@ -87,18 +107,24 @@ def picture(step: StepTime) -> Iterator[Text]:
         yield line
 
 
-def summary(step: StepTime, priced: StepModel, tokens: float, requests: float, drafts: float = 1.0) -> list[RenderableType]:
+def summary(
+    step: StepTime, priced: StepModel, tokens: float, requests: float, drafts: float = 1.0
+) -> list[RenderableType]:
     """The step in a few lines: its time with an interval, its floor, tokens a second, money, and where figures come from."""
     seconds, gpus = float(step.seconds[0]), priced.mesh.size
     rate = tokens * drafts / seconds / priced.mesh.tp.size
     lines = [
         f"{duration(seconds)} a step (80 % interval {duration(float(step.low[0]))} to {duration(float(step.high[0]))}); "
         f"no implementation takes less than {duration(float(step.floor[0]))}: {float(step.floor[0]) / seconds:.0%} of it",
-        f"{rate:,.0f} tokens/s/GPU, {drafts / seconds:,.1f} tokens/s for each request" if requests == tokens else f"{rate:,.0f} tokens/s/GPU",
+        f"{rate:,.0f} tokens/s/GPU, {drafts / seconds:,.1f} tokens/s for each request"
+        if requests == tokens
+        else f"{rate:,.0f} tokens/s/GPU",
     ]
     dollars = priced.hardware.dollars_per_hour
     if dollars:
-        lines.append(f"${dollars / 3600 / rate * 1e6:,.3f} per million tokens at ${dollars:.2f} an hour for each of {gpus} GPU{'s' * (gpus > 1)}")
+        lines.append(
+            f"${dollars / 3600 / rate * 1e6:,.3f} per million tokens at ${dollars:.2f} an hour for each of {gpus} GPU{'s' * (gpus > 1)}"
+        )
     shares = ", ".join(f"{share:.0%} {origin}" for origin, share in step.origins.items())
     lines.append(f"Efficiencies, by time: {shares}. Nothing here was measured on this model.")
     return [Text(line) for line in lines]
@@ -107,7 +133,9 @@ def summary(step: StepTime, priced: StepModel, tokens: float, requests: float, d
 def memory_line(memory: Memory, requests: int, context: int) -> Text:
     """Whether the batch fits, and what the pools are."""
     if memory.geometry is None:
-        return Text(f"Weights take {amount(memory.weights, 'B')} a GPU: they leave too little for one request", style="red")
+        return Text(
+            f"Weights take {amount(memory.weights, 'B')} a GPU: they leave too little for one request", style="red"
+        )
     fits = memory.requests(context)
     slots = f", {memory.geometry.slots:,} state slots" if memory.geometry.has_state else ""
     text = f"Weights {amount(memory.weights, 'B')} a GPU; {memory.geometry.pages:,} pages of {memory.geometry.page_size} tokens{slots}: "

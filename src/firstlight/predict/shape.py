@@ -34,8 +34,10 @@ class Part:
         """`requests` rows of `query` new tokens each, whose context is then `context` (at least `query`)."""
         rows, new, total = (np.asarray(value, dtype=np.float64) for value in (requests, query, context))
         if np.any(total < new) or np.any(new < 0) or np.any(rows < 0):
-            raise ValueError(f"a row's context ({context}) holds its new tokens ({query}), and neither is negative")
-        return cls(*np.broadcast_arrays(rows, rows * new, rows * total, rows * _seen(new, total), np.where(rows > 0, new, 0)))
+            raise ValueError(f"a row's context ({context!r}) holds its new tokens ({query!r}), and neither is negative")
+        return cls(
+            *np.broadcast_arrays(rows, rows * new, rows * total, rows * _seen(new, total), np.where(rows > 0, new, 0))
+        )
 
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[int, int]]) -> Part:

@@ -166,24 +166,24 @@ class StepModel:
         memory = moved / self.hardware.bandwidth
         if kernel.kind in ("collective", "dispatch", "combine"):
             seconds, floor = links.seconds(kernel, kernel.sent @ variables, self.hardware, self.mesh, shape)
-            bound = ["link"] * len(seconds)
+            bound: Sequence[str] = ["link"] * len(seconds)
             launches = kernel.launches * (seconds > 0)
             seconds = seconds + launches * self._gap()
             return self._total(kernel, efficiency, np.ones(1), seconds, floor, flops, moved, bound)
         rate = peak(self.hardware, kernel.dtype) if kernel.dtype else peak(self.hardware, "float32")
         compute = flops / rate
         floor = np.maximum(memory, compute)
-        bound = np.where(memory >= compute, "memory", "compute")
+        bound = [str(side) for side in np.where(memory >= compute, "memory", "compute")]
         active = (moved > 0) | (flops > 0)
         size = np.ones(1)
         if kernel.kind == "elementwise":
             work = memory / constants.ELEMENTWISE_BANDWIDTH + constants.SMALL_KERNEL * kernel.launches * active
         else:
             size = self._size(kernel, flops, variables)
-            work = self._work(kernel, efficiency, size, flops, moved, processors)
+            work = self._work(kernel, efficiency, size, flops, moved, variables, processors)
             work = np.maximum(work, chain * constants.CHAIN_SECONDS)
         seconds = np.maximum(work, floor) + active * kernel.launches * self._gap()
-        return self._total(kernel, efficiency, size, seconds, floor, flops, moved, list(bound))
+        return self._total(kernel, efficiency, size, seconds, floor, flops, moved, bound)
 
     def _gap(self) -> float:
         return constants.KERNEL_GAP
@@ -211,7 +211,14 @@ class StepModel:
         return variables[INDEX["keys" if kernel.kind == "attention" else "decode_requests"]]
 
     def _work(
-        self, kernel: Kernel, efficiency: Curve, size: Numbers, flops: Numbers, moved: Numbers, processors: float
+        self,
+        kernel: Kernel,
+        efficiency: Curve,
+        size: Numbers,
+        flops: Numbers,
+        moved: Numbers,
+        variables: Numbers,
+        processors: float,
     ) -> Numbers:
         """Seconds of a heavy kernel: a start, then its roofline at its efficiency."""
         active = (flops > 0) | (moved > 0)
@@ -225,7 +232,13 @@ class StepModel:
             rate = peak(self.hardware, "bfloat16") * processors * constants.PREFILL_STATE_PEAK
             memory = moved / self.hardware.bandwidth / constants.STREAM_BANDWIDTH
             return np.maximum(flops / rate, memory) + start
-        return np.maximum(flops / rate, moved / self.hardware.bandwidth) / efficiency.at(size) + start
+        memory, beside = moved / self.hardware.bandwidth, np.zeros_like(moved)
+        if (
+            kernel.kind == "attention" and kernel.label == "decode"
+        ):  # queries and results, however long the contexts are
+            cached = kernel.moved[INDEX["keys"]] * variables[INDEX["keys"]] / self.hardware.bandwidth
+            memory, beside = cached, (memory - cached) / constants.STREAM_BANDWIDTH
+        return np.maximum(flops / rate, memory) / efficiency.at(size) + beside + start
 
     def _curve_of_times(self, kernel: Kernel, efficiency: Curve, processors: float) -> Numbers:
         """ln(seconds) of a product over GRID tokens: it depends on nothing else. It never falls as tokens are added."""
@@ -268,7 +281,9 @@ class StepModel:
         floor = np.sum([item.floor for item in items if item.bound[0] != "link"], axis=0)
         spread = self._spread(items, seconds)
         reach = np.exp(constants.QUANTILE_80 * spread)
-        return StepTime(seconds, np.maximum(seconds / reach, floor), seconds * reach, floor, tuple(items), overhead, hidden)
+        return StepTime(
+            seconds, np.maximum(seconds / reach, floor), seconds * reach, floor, tuple(items), overhead, hidden
+        )
 
     @staticmethod
     def _spread(items: list[KernelTime], seconds: Numbers) -> Numbers:
@@ -293,7 +308,9 @@ class StepModel:
         if np.any(shape.prefill.tokens > 0):
             processors = 1.0 - constants.COMMUNICATION_PROCESSORS / self.hardware.multiprocessors
         items = self._items(half, processors)
-        by_turn = {name: np.zeros_like(items[0].seconds) for name in ("attention", "feed_forward", "dispatch", "combine", "")}
+        by_turn = {
+            name: np.zeros_like(items[0].seconds) for name in ("attention", "feed_forward", "dispatch", "combine", "")
+        }
         for item in items:
             turn = item.kernel.kind if item.kernel.kind in ("dispatch", "combine") else item.kernel.segment
             by_turn[turn] = by_turn[turn] + item.seconds
@@ -315,14 +332,11 @@ class StepModel:
         rest = 2 * ((by_turn["attention"] + by_turn["feed_forward"]) * (1 - share) + by_turn[""])
         whole = turns * sparse + rest
         twice = [
-            replace(
-                item, seconds=item.seconds * 2, floor=item.floor * 2, flops=item.flops * 2, moved=item.moved * 2
-            )
+            replace(item, seconds=item.seconds * 2, floor=item.floor * 2, flops=item.flops * 2, moved=item.moved * 2)
             for item in items
         ]
         hidden = np.sum([item.seconds for item in twice], axis=0) - whole
         return self._sum(shape, twice, hidden)
-
 
     def _contention(self, items: list[KernelTime]) -> Numbers:
         """Seconds by which the exchange's trips through memory slow what memory bounds beside it."""

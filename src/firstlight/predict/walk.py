@@ -119,7 +119,9 @@ def _distinct_layers(model: CausalModel, page_size: int) -> tuple[list[int], lis
 
     def observe(bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if found := LAYER.match(bound.path):
-            made.setdefault(int(found[1]), []).append((bound.path[found.end() :], bound.op.name, _specs((args, kwargs))))
+            made.setdefault(int(found[1]), []).append(
+                (bound.path[found.end() :], bound.op.name, _specs((args, kwargs)))
+            )
         return bound.op.abstract(*args, **kwargs)
 
     walk(model, _step(model, BASE, page_size), observe)
@@ -196,7 +198,9 @@ def _costs(model: CausalModel, page_size: int, counts: Sequence[int]) -> list[Wa
         # Sums that no tensor's size depends on need no walk of their own.
         seen = base if name in ("keys", "pairs", "distinct") else _leaves(model, moved, page_size)
         if [leaf.op.name for leaf in seen] != [leaf.op.name for leaf in base]:
-            raise AssertionError(f"the calls of {type(model).__name__} depend on {name}: a model must not branch on sizes")
+            raise AssertionError(
+                f"the calls of {type(model).__name__} depend on {name}: a model must not branch on sizes"
+            )
         gradients[name] = [
             (
                 {
@@ -211,7 +215,8 @@ def _costs(model: CausalModel, page_size: int, counts: Sequence[int]) -> list[Wa
     for i, leaf in enumerate(base):
         rows = [gradients[name][i] for name in VARIABLES[1:]]
         coefficients = {
-            figure: _with_constant(value, [row[0].get(figure, 0.0) for row in rows]) for figure, value in cost[i].items()
+            figure: _with_constant(value, [row[0].get(figure, 0.0) for row in rows])
+            for figure, value in cost[i].items()
         }
         passed_on = _with_constant(leaf.passed_on, [row[1] for row in rows])
         layer = LAYER.match(leaf.path)
@@ -219,7 +224,9 @@ def _costs(model: CausalModel, page_size: int, counts: Sequence[int]) -> list[Wa
         args, kwargs = leaf.call
         dims = dims_of(leaf.op, args, kwargs)
         calls.append(
-            WalkedCall(leaf.op.name, leaf.path, leaf.label, count, leaf.inside, dims, coefficients, passed_on, dims.limit)
+            WalkedCall(
+                leaf.op.name, leaf.path, leaf.label, count, leaf.inside, dims, coefficients, passed_on, dims.limit
+            )
         )
     return calls
 
@@ -249,7 +256,12 @@ def _leaves(model: CausalModel, at: Mapping[str, float], page_size: int) -> list
     number = 0
 
     def call(
-        op: Op, path: str, label: str, inside: tuple[tuple[str, int], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        op: Op,
+        path: str,
+        label: str,
+        inside: tuple[tuple[str, int], ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         nonlocal number
         if not op.parts:

@@ -72,11 +72,17 @@ def reference_answers(subject: Subject, progress: Callable[[str], None] = lambda
 
 
 def verify(
-    subject: Subject, answers: Answers | None = None, progress: Callable[[str], None] = lambda text: None
+    subject: Subject,
+    answers: Answers | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+    *,
+    quick: bool = False,
 ) -> Findings:
     """Compare a model with its reference.
 
-    answers: of `reference_answers`, if they are there already. Raises FirstlightError for a dtype without tolerances.
+    answers: of `reference_answers`, if they are there already. progress: called with what is being done. quick: if a module
+    is wrong alone, leave it at that; layers and the whole model, which are wrong then too, aren't run.
+    Raises FirstlightError for a dtype without tolerances.
     """
     if subject.dtype not in TOLERANCES:
         raise FirstlightError(f"verify has no tolerances for {subject.dtype}; use float32, bfloat16 or float16")
@@ -89,13 +95,46 @@ def verify(
             count = len(answers.images.embeddings)
             findings.add(MODULE, IMAGE, (Row(0, 0, count),), run_tower(subject.model, answers.images, subject.dtype))
         for phase in phases:
-            progress(phase.name)
-            _judge(candidate, phase, answers.of(phase), findings)
+            progress(f"{phase.name}: modules")
+            _judge_modules(candidate, phase, answers.of(phase), findings)
+        for phase in phases:
+            if phase.whole_model and not (quick and findings.faults()):
+                progress(f"{phase.name}: layers and the whole model")
+                _judge_layers(candidate, phase, answers.records, findings)
+                _judge_whole(candidate, phase, answers.records, findings)
         faults = findings.faults()
         if faults and faults[0].kind == MODULE and faults[0].path != PATH:
             phase = next(phase for phase in phases if phase.name == faults[0].phase)
             findings.ops = _blame(candidate, phase, answers.of(phase), faults[0].path)
     return findings
+
+
+def _judge_modules(candidate: Candidate, phase: Phase, records: list[Record], findings: Findings) -> None:
+    """Every module on the reference's inputs, over a phase's steps."""
+    candidate.reset()
+    for i, rows in enumerate(phase.steps):
+        for answer in candidate.run_modules(candidate.step(rows), rows, records):
+            if i >= phase.first_judged:
+                findings.add(MODULE, phase.name, rows, answer)
+
+
+def _judge_layers(candidate: Candidate, phase: Phase, records: list[Record], findings: Findings) -> None:
+    """Every layer on the reference's inputs, over a phase's steps."""
+    candidate.reset()
+    for i, rows in enumerate(phase.steps):
+        for answer in candidate.run_layers(candidate.step(rows), rows, records):
+            if i >= phase.first_judged:
+                findings.add(WIRING, phase.name, rows, answer)
+
+
+def _judge_whole(candidate: Candidate, phase: Phase, records: list[Record], findings: Findings) -> None:
+    """The model end to end, over a phase's steps."""
+    candidate.reset()
+    suspect: dict[int, int] = {}
+    for i, rows in enumerate(phase.steps):
+        for answer in candidate.run_whole(candidate.step(rows), rows, records):
+            if i >= phase.first_judged:
+                findings.add_whole(phase.name, rows, answer, suspect)
 
 
 def _blame(candidate: Candidate, phase: Phase, records: list[Record], path: str) -> list[OpError]:
@@ -109,27 +148,3 @@ def _blame(candidate: Candidate, phase: Phase, records: list[Record], path: str)
     except Exception:  # the finding itself says what the module raised
         return []
     return list(comparison.errors.values())
-
-
-def _judge(candidate: Candidate, phase: Phase, records: list[Record], findings: Findings) -> None:
-    """Run a phase's steps module by module, layer by layer and whole, each time on caches that are its own."""
-    candidate.reset()
-    for i, rows in enumerate(phase.steps):
-        for answer in candidate.run_modules(candidate.step(rows), rows, records):
-            if i >= phase.first_judged:
-                findings.add(MODULE, phase.name, rows, answer)
-    if not phase.whole_model:
-        return
-    candidate.reset()
-    for i, rows in enumerate(phase.steps):
-        for answer in candidate.run_layers(candidate.step(rows), rows, records):
-            if i >= phase.first_judged:
-                findings.add(WIRING, phase.name, rows, answer)
-    candidate.reset()
-    suspect: dict[int, int] = {}
-    for i, rows in enumerate(phase.steps):
-        step_suspect = dict(suspect)
-        for answer in candidate.run_whole(candidate.step(rows), rows, records):
-            if i >= phase.first_judged:
-                findings.add_whole(phase.name, rows, answer, step_suspect)
-        suspect = step_suspect

@@ -61,6 +61,6 @@ def cost(
 
 
 experts = Op("experts", body, abstract=abstract, cost=cost)
-experts.provide("torch_grouped", torch_grouped.run, when=torch_grouped.when)
-experts.provide("triton_few", triton_few.run, when=triton_few.when, rank=3)
+experts.provide("torch_grouped", torch_grouped.run, when=torch_grouped.when, rank=3)
+experts.provide("triton_few", triton_few.run, when=triton_few.when, rank=4)
 experts.provide("triton_grouped", triton_grouped.run, when=triton_grouped.when, rank=2)

@@ -25,6 +25,8 @@ from firstlight.ops.op import Call
 from firstlight.ops.triton_support import unavailable
 
 CHUNK = 64
+MATRIX_WARPS = 4
+CONVOLUTION_WARPS = 4
 CONVOLVED = 32
 """Tokens that one program of `convolutions_kernel` takes."""
 SLICE = 32
@@ -79,7 +81,7 @@ def run(
     log: None = None,
     log_length: Tensor | None = None,
     slice_values: int = SLICE,
-    stages: int = 2,
+    stages: int = 3,
 ) -> Tensor:
     """The contract of `gated_delta`. slice_values, stages: how `states_kernel` is cut."""
     from firstlight.ops.gated_delta import triton_chunked_kernels as kernels
@@ -115,7 +117,7 @@ def run(
         W=width,
         ROWS=CONVOLVED,
         BLOCK_R=block_requests,
-        num_warps=4,
+        num_warps=CONVOLUTION_WARPS,
     )
     kernels.matrices_kernel[(value_heads, chunks)](
         columns,
@@ -133,7 +135,7 @@ def run(
         **sizes,
         BLOCK_R=block_requests,
         PRECISION="ieee" if exact or torch.version.hip else "tf32",
-        num_warps=4,
+        num_warps=MATRIX_WARPS,
     )
     block_v = min(slice_values, value_dim)
     kernels.states_kernel[(value_heads * (value_dim // block_v), requests)](

@@ -21,6 +21,7 @@ from firstlight.ops.op import Call
 from firstlight.ops.triton_support import unavailable
 
 FEW_PROGRAMS = 132
+EVICT = ""
 LARGEST_STATE = 2**16
 """Elements of a head's state that one program can hold in registers."""
 
@@ -60,10 +61,10 @@ class Tiles:
 
 
 def choose_tiles(programs: int, value_dim: int, key_dim: int) -> Tiles:
-    """One kernel while programs are few, tiles of 8 KiB where many share a multiprocessor."""
+    """One kernel while programs are few, tiles of 4 KiB where many share a multiprocessor."""
     if programs <= FEW_PROGRAMS:
         return Tiles(True, max(1, min(8, value_dim * key_dim // 1024)))
-    return Tiles(False, 4, min(value_dim, max(1, 2048 // key_dim)), 3)
+    return Tiles(False, 2, min(value_dim, max(1, 1024 // key_dim)), 4)
 
 
 def workspace(call: Call) -> int:
@@ -184,6 +185,7 @@ def run(
         **sizes,
         BLOCK_V=tiles.rows,
         STAGES=tiles.stages,
+        EVICT=EVICT,
         ROUND_PRODUCT=round_product,
         num_warps=tiles.warps,
     )

@@ -171,13 +171,13 @@ def gated_delta_decode_kernel(
         if (tl.load(exports_ptr + 3 * i_e) == i_r) & (slot > 0):
             moves = (after > 0) & has_token
             copy_ptr = conv_pool_ptr + slot * conv_stride_slot
-            window = next_window(x_ptr, window_ptr, c_v, has_state, moves, conv_stride_c, conv_stride_w, W, TAPS)
-            store_window(copy_ptr, c_v, window, conv_stride_c, conv_stride_w, W, TAPS)
+            moved_v = next_window(x_ptr, window_ptr, c_v, has_state, moves, conv_stride_c, conv_stride_w, W, TAPS)
+            store_window(copy_ptr, c_v, moved_v, conv_stride_c, conv_stride_w, W, TAPS)
             if last:
-                window = next_window(x_ptr, window_ptr, c_q, has_state, moves, conv_stride_c, conv_stride_w, W, TAPS)
-                store_window(copy_ptr, c_q, window, conv_stride_c, conv_stride_w, W, TAPS)
-                window = next_window(x_ptr, window_ptr, c_k, has_state, moves, conv_stride_c, conv_stride_w, W, TAPS)
-                store_window(copy_ptr, c_k, window, conv_stride_c, conv_stride_w, W, TAPS)
+                moved_q = next_window(x_ptr, window_ptr, c_q, has_state, moves, conv_stride_c, conv_stride_w, W, TAPS)
+                store_window(copy_ptr, c_q, moved_q, conv_stride_c, conv_stride_w, W, TAPS)
+                moved_k = next_window(x_ptr, window_ptr, c_k, has_state, moves, conv_stride_c, conv_stride_w, W, TAPS)
+                store_window(copy_ptr, c_k, moved_k, conv_stride_c, conv_stride_w, W, TAPS)
             if after <= 1:
                 exported, _ = advance(state, v.to(tl.float32), q, k, decay, beta, overlap, moves)
                 tl.store(state_pool_ptr + slot * state_stride_slot + i_hv * (V * K) + o_s, exported)
@@ -318,6 +318,7 @@ def recurrence_kernel(
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
+    EVICT: tl.constexpr,
     ROUND_PRODUCT: tl.constexpr,
 ):
     """The recurrence and the gated norm of one value head, its state going by in tiles that are fetched ahead.
@@ -356,10 +357,10 @@ def recurrence_kernel(
     target_ptr = state_pool_ptr + target * state_stride_slot + i_hv * (V * K)
     row_ptr = out_ptr + row * (HV * V) + i_hv * V
     for i_v in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-        tile = tl.load(source_ptr + i_v * K + o_s, mask=held, other=0.0)
+        tile = tl.load(source_ptr + i_v * K + o_s, mask=held, other=0.0, eviction_policy=EVICT)
         v = tl.load(v_ptr + i_v + o_b).to(tl.float32)
         tile, o = advance(tile, v, q, k, decay, beta, overlap, has_token)
-        tl.store(target_ptr + i_v * K + o_s, tile, mask=(target > 0) & (o_s >= 0))
+        tl.store(target_ptr + i_v * K + o_s, tile, mask=(target > 0) & (o_s >= 0), eviction_policy=EVICT)
         tl.store(row_ptr + i_v + o_b, o.to(dtype), mask=has_token & (o_b >= 0))
     tl.debug_barrier()
     if has_token:

@@ -16,8 +16,8 @@ SCALE_COLUMNS = 4
 """cuBLASLt reads rows of weight scales in fours."""
 LEAST_TOKENS = 256
 """Below it, tiles of its fixed size are mostly empty."""
-TOKENS_TOGETHER = 4
-"""cuBLASLt takes a multiple of it."""
+TOKENS_TOGETHER = 16
+"""cuBLASLt takes tokens in multiples (it refuses 257 and 1,030); the columns of scales then start at whole cache sectors."""
 
 
 def when(call: Call) -> str | None:

@@ -31,7 +31,7 @@ def weight_refusal(weight: Weight, architecture: str) -> str | None:
 
 
 def when(call: Call) -> str | None:
-    """Up to four tokens of floats."""
+    """One token of floats; up to four where the weights are FP8."""
     if reason := unavailable(call.hardware):
         return reason
     x, weight = call.args[:2]
@@ -41,6 +41,8 @@ def when(call: Call) -> str | None:
         return f"serves up to {MOST_TOKENS} tokens, not {x.shape[0]}"
     if x.dtype not in SUPPORTED or (call.kwargs.get("dtype") or x.dtype) not in SUPPORTED:
         return f"serves {', '.join(map(str, SUPPORTED))}, not {x.dtype} -> {call.kwargs.get('dtype')}"
+    if isinstance(weight, Tensor) and x.shape[0] > 1:
+        return f"torch's product is quicker for plain weights and {x.shape[0]} tokens"
     return weight_refusal(weight, call.hardware.architecture)
 
 

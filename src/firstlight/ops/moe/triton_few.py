@@ -6,12 +6,16 @@ The shared expert is one more choice of every token. See `experts.triton_few` fo
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional
 
 from firstlight.ops.experts import triton_few
 from firstlight.ops.linear.triton_skinny import weight_refusal
 from firstlight.ops.op import Call
 from firstlight.ops.route import triton_fused
 from firstlight.quant import Packed, Weight, format_of
+
+MOST_SKINNY = 2
+"""Tokens up to which the router is dot products; for more of them the widened weights take too many registers."""
 
 
 def when(call: Call) -> str | None:
@@ -57,7 +61,10 @@ def run(
 
     check_arguments(router.shape[0], top_k, scoring, groups, top_groups)
     x = x if x.stride(1) == 1 else x.contiguous()
-    logits = triton_skinny_kernels.product(x, router, None, x.dtype)
+    if x.shape[0] <= MOST_SKINNY:
+        logits = triton_skinny_kernels.product(x, router, None, x.dtype)
+    else:
+        logits = functional.linear(x, router)
     gate = None if shared_gate is None else shared_gate.contiguous()
     weights, chosen, share = triton_fused_kernel.route(
         logits, top_k, scoring, renormalise, bias, scale, live, x.dtype, x, gate
