@@ -1,4 +1,4 @@
-"""Example inputs of the ops of latent attention: `EXAMPLES[op name]` makes (args, kwargs)."""
+"""Example inputs of the ops of latent and of channel-wise linear attention: `EXAMPLES[op name]` makes (args, kwargs)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from ops.examples_a import normal, paged_batch
+from ops.examples_b import step_indices
 
 from firstlight.quant.blocks import pack_blocks
 
@@ -66,6 +67,48 @@ def select_example(top: int) -> Example:
     return make
 
 
+def delta_example(kind: str) -> Example:
+    def make() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rows, kwargs = step_indices(kind)
+        tokens, heads, dim = 7, 2, 4
+        q, k, v = (normal(tokens, heads, dim, seed=i) for i in range(3))
+        g, beta = -normal(tokens, heads, dim).abs(), normal(tokens, heads).sigmoid()
+        return (q, k, v, g, beta, normal(8, heads, dim, dim), *rows), kwargs
+
+    return make
+
+
+def mixer_example(kind: str) -> Example:
+    def make() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rows, kwargs = step_indices(kind)
+        tokens, heads, dim = 7, 2, 4
+        width = heads * dim
+        inputs = (normal(tokens, 3 * width), normal(tokens, width), normal(tokens, heads))
+        weights = (normal(3 * width, 4), normal(heads), normal(width))
+        pools = (normal(8, 3 * width, 3), normal(8, heads, dim, dim))
+        return (*inputs, *weights, *pools, *rows), {**kwargs, "heads": heads, "dim": dim}
+
+    return make
+
+
+def gates_example() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (normal(5, 8, dtype=torch.bfloat16), normal(5, 2, dtype=torch.bfloat16), normal(2), normal(8)), {}
+
+
+def clamped_example(dtype: torch.dtype) -> Example:
+    def make() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tokens, hidden, inner, experts = 5, 8, 6, 3
+        chosen = torch.tensor([[0, 2], [1, -1], [2, 1], [0, 1], [2, 0]], dtype=torch.int32)
+        args = (
+            normal(tokens, hidden, dtype=dtype) * 4, normal(tokens, 2).abs(), chosen,
+            normal(experts, 2 * inner, hidden, dtype=dtype), normal(experts, 2 * inner, dtype=dtype),
+            normal(experts, hidden, inner, dtype=dtype), normal(experts, hidden, dtype=dtype),
+        )  # fmt: skip
+        return args, {"limit": 1.5}
+
+    return make
+
+
 EXAMPLES: dict[str, list[Example]] = {
     "latent_attention": [
         attention_example(False, False, True),
@@ -73,6 +116,10 @@ EXAMPLES: dict[str, list[Example]] = {
         attention_example(False, True, True),
         attention_example(False, False, False, torch.bfloat16),
     ],
+    "channel_delta": [mixer_example("prefill"), mixer_example("decode")],
+    "channel_delta_rule": [delta_example("prefill"), delta_example("decode"), delta_example("each")],
+    "channel_gates": [gates_example],
+    "clamped_experts": [clamped_example(torch.float32), clamped_example(torch.bfloat16)],
     "write_latent": [write_example],
     "select_keys": [select_example(3), select_example(16)],
     "latent_prologue": [prologue_example(True), prologue_example(False)],

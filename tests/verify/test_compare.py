@@ -54,6 +54,14 @@ def test_routing_gap_is_between_the_last_chosen_and_the_first_left_out() -> None
     assert routing_gaps(logits, 4).tolist() == [math.inf, math.inf]
 
 
+def test_routing_gap_counts_groups_too() -> None:
+    #                        group 0     group 1     group 2 (values 1.9, 1.8, 0.6)
+    choice = torch.tensor([[1.0, 0.9, 0.95, 0.85, 0.5, 0.1]])
+    assert routing_gaps(choice, 1, groups=3, top_groups=2).item() == pytest.approx(0.05)  # experts 1.0 and 0.95
+    assert routing_gaps(choice, 1, groups=3, top_groups=1).item() == pytest.approx(0.1 / 1.9)  # groups 1.9 and 1.8
+    assert routing_gaps(choice, 2, groups=3, top_groups=1).item() == pytest.approx(0.1 / 1.9)  # both experts are in
+
+
 def test_lower_precision_is_allowed_more() -> None:
     exact, half, brain = (TOLERANCES[dtype] for dtype in (torch.float32, torch.float16, torch.bfloat16))
     for name in ("module", "whole", "tie"):

@@ -26,10 +26,12 @@ FAMILIES = {
     "deepseek_v3": "deepseek_v3",
     "deepseek_v32": "deepseek_v32",
     "kimi_k2": "deepseek_v3",
+    "kimi_linear": "kimi_linear",
+    "gpt_oss": "gpt_oss",
 }
 """`model_type` -> the file of its family."""
 
-PREDICTED_ONLY = frozenset({"deepseek_v32"})
+PREDICTED_ONLY = frozenset({"deepseek_v32", "kimi_linear", "gpt_oss"})
 """Those that can be predicted, but not run yet: the engine gives every layer the same pages, and these keep more than one kind
 of row, or some op of theirs has shapes and costs only."""
 

@@ -44,9 +44,7 @@ class Indexer(Module):
         """Take the view of this layer's pages, [pages, page_size, 1, dim]."""
         self.key_pages = tensors["keys"]
 
-    def forward(
-        self, step: StepBatch, x: torch.Tensor, latent_q: torch.Tensor, angles: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, step: StepBatch, x: torch.Tensor, latent_q: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """[T, H], [T, q_rank], angles -> places, [T, top] int32."""
         b = step.bucket.index
         q = self.turn_q[b](self.wq_b(step, latent_q).unflatten(-1, (self.heads, self.dim)), angles)

@@ -149,8 +149,11 @@ FAMILIES: dict[tuple[str, str], Floor] = {
     ("latent_attention", "prefill"): Floor(
         "attention", _latent_prefill, lambda s: (s["query"], s["heads"] ** 0.5), "query"
     ),
-    ("gated_delta_rule", "decode"): Floor(
-        "state", _delta_decode, lambda s: (s["requests"] * s["heads"], s["value_dim"]), "requests"
-    ),
+    **{
+        (op, "decode"): Floor(
+            "state", _delta_decode, lambda s: (s["requests"] * s["heads"], s["value_dim"]), "requests"
+        )
+        for op in ("gated_delta_rule", "channel_delta_rule")
+    },
 }
 """By (op, label)."""

@@ -189,6 +189,8 @@ def _name(call: WalkedCall) -> str:
         if call.inside:
             return f"linear {call.dims.sizes['columns']} -> {call.dims.sizes['rows']}"
         return f"linear {call.path.split('.')[-2]}"
+    if call.dims.limit:
+        return f"{call.op} {call.label} ({call.dims.limit} keys)"
     return f"{call.op} {call.label}".strip()
 
 
@@ -267,7 +269,7 @@ def _merged(kernels: list[Kernel]) -> Iterator[Kernel]:
     found: dict[tuple[object, ...], Kernel] = {}
     for kernel in kernels:
         vectors = tuple(vector.tobytes() for vector in (kernel.flops, kernel.moved, kernel.sent, kernel.chain))
-        sizes = tuple(sorted(kernel.dims.sizes.items()))
-        key = (kernel.op, kernel.label, kernel.kind, kernel.dtype, sizes, kernel.launches, kernel.segment, vectors)
+        dims = (*sorted(kernel.dims.sizes.items()), kernel.dims.format, kernel.dims.limit)
+        key = (kernel.op, kernel.label, kernel.kind, kernel.dtype, dims, kernel.launches, kernel.segment, vectors)
         found[key] = replace(found[key], count=found[key].count + kernel.count) if key in found else kernel
     yield from found.values()

@@ -74,7 +74,9 @@ def build(config: Mapping[str, Any], layout: Layout) -> CausalModel:
     """The model of a config on the meta device, for one rank. Raises ConfigError or ValueError, with messages for people."""
     text = text_section(config)
     dtype = getattr(torch, str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch."))
-    scheme: Scheme = scheme_of(config, dtype)
+    # MXFP4 is the experts' own affair: their module makes room for it, and all else stays plain.
+    mxfp4 = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    scheme = Scheme(dtype) if mxfp4 else scheme_of(config, dtype)
     if layout.float8_weights or layout.float8_head:
         scheme = Float8Where(dtype, scheme, layout.float8_weights, layout.float8_head)
     cache = torch.float8_e4m3fn if layout.float8_cache else dtype

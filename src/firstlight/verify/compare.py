@@ -55,13 +55,28 @@ def row_errors(ours: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return error.nan_to_num(nan=math.inf, posinf=math.inf).cpu()
 
 
-def routing_gaps(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """[T] float32 on the CPU: how clear the choice of experts is: (k-th logit - the next one) / the largest magnitude.
+def routing_gaps(choice: torch.Tensor, top_k: int, groups: int = 1, top_groups: int = 1) -> torch.Tensor:
+    """[T] float32 on the CPU: how clear the choice of experts is.
 
-    logits: [T, E] of the router. Infinite if every expert is chosen.
+    choice: [T, E], what experts are chosen by: router logits, or scores with a bias. The gap is between the last chosen
+    value and the first left out, relative to the largest magnitude; with groups (see the op `route`) the smaller of that
+    between groups and that between experts. Infinite where nothing is left out.
     """
-    if top_k >= logits.shape[-1]:
-        return torch.full((len(logits),), math.inf)
-    best = logits.float().topk(top_k + 1, dim=-1).values
-    scale = logits.float().abs().amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return ((best[:, -2] - best[:, -1]) / scale).cpu()
+    choice = choice.float()
+    gap = torch.full((len(choice),), math.inf, device=choice.device)
+    if groups > 1:
+        grouped = choice.unflatten(-1, (groups, -1))
+        value = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        gap = _gap(value, top_groups)
+        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(top_groups, dim=-1).indices, True)
+        choice = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+    return gap.minimum(_gap(choice, top_k)).cpu()
+
+
+def _gap(values: torch.Tensor, count: int) -> torch.Tensor:
+    """[T]: (count-th largest - the next) / the largest magnitude, infinite if there is no next."""
+    if count >= values.shape[-1]:
+        return torch.full((len(values),), math.inf, device=values.device)
+    best = values.topk(count + 1, dim=-1).values
+    scale = values.masked_fill(values.isinf(), 0).abs().amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return (best[:, -2] - best[:, -1]) / scale

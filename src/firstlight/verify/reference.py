@@ -109,8 +109,12 @@ class _Observer:
     def watch_router(self, path: str) -> Any:
         """A forward hook of a router, whose first output is its logits, [T, experts]."""
 
-        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.gaps[path] = routing_gaps(_first(output), module.top_k)  # type: ignore[arg-type]
+        def hook(module: Any, args: tuple[Any, ...], output: Any) -> None:
+            choice = _first(output)
+            if (bias := getattr(module, "e_score_correction_bias", None)) is not None:
+                choice = choice.float().sigmoid() + bias
+            groups, top_groups = getattr(module, "num_group", 1), getattr(module, "topk_group", 1)
+            self.gaps[path] = routing_gaps(choice, module.top_k, groups, top_groups)
 
         return hook
 

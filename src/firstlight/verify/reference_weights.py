@@ -74,11 +74,13 @@ def _model_class(transformers: Any, config: Mapping[str, Any]) -> Any:
 
 
 def fill(model: Any, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
-    """Give every parameter of transformers' model the values of its stored tensor. Raises CheckpointError."""
+    """Give every parameter, and every buffer that is stored, the values of its tensor. Raises CheckpointError."""
     scheme = scheme_of(config, torch.float32)
     block = scheme.block if isinstance(scheme, BlockFp8) else (1, 1)
     with torch.no_grad():
-        for published, parameter in model.named_parameters():
+        stored = model.state_dict(keep_vars=True)  # has tied parameters twice, which named_parameters has once
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+        for published, parameter in {**dict(model.named_parameters()), **buffers}.items():
             name = _our_name(family(config).renames, published)
             values = _values(tensors, name, len(parameter), block)
             if values is None:

@@ -161,7 +161,7 @@ def run(
         num_warps=4,
     )
     if exports.shape[0]:
-        kernels.exports_kernel[(value_heads * (value_dim // block_v), exports.shape[0])](
+        kernels.exports_kernel[(value_heads * (value_dim // 16), exports.shape[0])](
             columns,
             inverse,
             total,
@@ -171,7 +171,7 @@ def run(
             requests,
             state_pool.stride(0),
             **sizes,
-            BLOCK_V=block_v,
+            BLOCK_V=16,
             BLOCK_R=block_requests,
             num_warps=4,
         )
