@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TRITON_VENV := .venv-triton
 CACHE ?= $(HOME)/.cache/firstlight
 
-.PHONY: demo test test-fast test-slow lint docs format clean help
+.PHONY: demo test test-fast test-slow test-kernels lint docs format clean help
 
 help:  ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +33,17 @@ test-slow: $(VENV)/dev.stamp  ## Checks that take minutes: fault injection, soak
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python benchmarks/mutations.py
 
+# The interpreter needs an older numpy than everything else, so triton gets an environment of its own over the first one.
+$(TRITON_VENV)/stamp: $(VENV)/dev.stamp
+	$(PYTHON) -m venv $(TRITON_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(TRITON_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
+	$(TRITON_VENV)/bin/python -m pip install --quiet --no-deps triton==3.6.0 'numpy==2.3.*'
+	touch $@
+
+test-kernels: $(TRITON_VENV)/stamp  ## Triton kernels under the interpreter, and compiled for NVIDIA and AMD
+	PYTHONPATH=src:tests $(TRITON_VENV)/bin/python -m pytest tests/interpreted
+
 lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,4 +57,4 @@ docs: $(VENV)/dev.stamp  ## Regenerate the generated parts of docs/
 	$(BIN)/python scripts/generate_docs.py
 
 clean:  ## Remove the environment and caches in this directory
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(TRITON_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -9,7 +9,7 @@ greedy tokens each, prefix caches off. A decode rate is over the tokens after th
 
 Before anything is timed, each engine answers 50 questions, and transformers in float32, over the dequantised weights, scores
 the answers token by token: an engine agrees if each of its tokens is the best one, or within a tie of it. bfloat16 moves
-logits by some tenths, so engines that are all right differ in such tokens.
+logits by some tenths, so engines that are all right differ in such tokens. Firstlight is timed only if it agrees.
 
 vLLM needs an environment of its own: `benchmarks/install_vllm.sh`; without it its rows are left out, and the table says so.
 """
@@ -293,7 +293,8 @@ def main() -> None:
                 f"{engine}: {same} of {len(prompts)} answers token for token those of transformers in float32; "
                 f"{other} of {len(prompts) * ANSWER_TOKENS} tokens are not its best, by {worst:.2f} logits at most"
             )
-        if wrong := [engine for engine, verdict in verdicts.items() if verdict[2] > TIE]:
+        # Only our own answers can stop the table: what a peer gives up is printed above, and its time is still its time.
+        if wrong := [name for name, verdict in verdicts.items() if name.startswith("firstlight") and verdict[2] > TIE]:
             sys.exit(f"not timed: answers of {', '.join(wrong)} differ by more than a tie of {TIE} logits")
     rates: dict[str, list[dict[str, dict[str, float]]]] = {engine: [] for engine in engines}
     for number in range(arguments.rounds):

@@ -18,8 +18,10 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A point in tokens/s/GPU. low, high: the prediction's 80 % interval. error: predicted over measured, minus 1."""
+    """A point in tokens/s/GPU. group: the set that it belongs to. low, high: the prediction's 80 %
+    interval. error: predicted over measured, minus 1."""
 
+    group: str
     name: str
     measured: float
     predicted: float
@@ -39,9 +41,10 @@ def published() -> Mapping[str, Any]:
     return content
 
 
-def committed_mean() -> float:
-    """The mean error that must not get worse."""
-    return float(published()["committed_mean_error"])
+def committed_means() -> Mapping[str, float]:
+    """The mean error of each set that must not get worse."""
+    means: Mapping[str, float] = published()["committed_mean_error"]
+    return means
 
 
 def priced(point: Mapping[str, Any]) -> StepModel:
@@ -71,6 +74,7 @@ def predict(point: Mapping[str, Any]) -> Result:
     step = model.time(shape)
     tokens /= model.mesh.tp.size  # a step's tokens are those of one attention replica
     return Result(
+        point["set"],
         point["name"],
         point["measured"],
         tokens / float(step.seconds[0]),
@@ -84,6 +88,9 @@ def compare() -> list[Result]:
     return [predict(point) for point in published()["points"]]
 
 
-def mean_error(results: Sequence[Result]) -> float:
-    """Mean of the errors' sizes."""
-    return sum(abs(result.error) for result in results) / len(results)
+def mean_errors(results: Sequence[Result]) -> dict[str, float]:
+    """Mean of the errors' sizes, for each set."""
+    groups: dict[str, list[float]] = {}
+    for result in results:
+        groups.setdefault(result.group, []).append(abs(result.error))
+    return {group: sum(sizes) / len(sizes) for group, sizes in groups.items()}

@@ -91,6 +91,7 @@ grouped_delta = last_module(GatedDeltaNet, lambda module: 1 < module.key_heads <
 mlp = last_module(MLP)
 moe = last_module(MoE)
 shared_moe = last_module(MoE, lambda module: module.shared_gate_up_proj is not None)
+gated_shared_moe = last_module(MoE, lambda module: module.shared_gate is not None)
 
 
 def at(path: str, when: Callable[[CausalModel], bool] = lambda model: True) -> Place:

@@ -8,6 +8,7 @@ from torch.nn.functional import gelu
 from faults import (
     change_weight,
     fault,
+    gated_shared_moe,
     mlp,
     moe,
     part_of,
@@ -83,9 +84,9 @@ def _(model, module):
     module.renormalise = not module.renormalise
 
 
-@fault("MoE: scores by sigmoid", moe)
+@fault("MoE: softmax for sigmoid, or sigmoid for softmax", moe)
 def _(model, module):
-    module.scoring = "sigmoid"
+    module.scoring = "softmax" if module.scoring == "sigmoid" else "sigmoid"
 
 
 @fault("MoE: weights of the first and last choice swapped", moe)
@@ -115,7 +116,7 @@ def _(model, module):
     module.shared_gate_up_proj = module.shared_down_proj = module.shared_gate = None
 
 
-@fault("gate of the shared expert left out", shared_moe)
+@fault("gate of the shared expert left out", gated_shared_moe)
 def _(model, module):
     module.shared_gate = None
 

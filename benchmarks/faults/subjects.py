@@ -31,6 +31,7 @@ FAMILIES = (
     "qwen3_5_text",
     "qwen3_5_text_tied",
     "qwen3_5_moe_text",
+    "deepseek_v3",
 )
 
 

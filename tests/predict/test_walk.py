@@ -17,7 +17,7 @@ from firstlight.predict.shape import StepShape
 from firstlight.predict.walk import VARIABLES, walk_model
 from firstlight.step import Bucket
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "deepseek_v3")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "kimi_linear")
 
 
 def walked_at(model, decode, prefill, context):

@@ -34,7 +34,9 @@ class Model(deepseek_v3.Model):
         read = Reader(text_section(config))
         return SparseConfig(
             **{field.name: getattr(plain, field.name) for field in fields(LatentConfig)},
-            **{name: read.integer(name) for name in ("index_n_heads", "index_head_dim", "index_topk")},
+            index_n_heads=read.integer("index_n_heads"),
+            index_head_dim=read.integer("index_head_dim"),
+            index_topk=read.integer("index_topk"),
         )
 
     def mixer(self, build: Build, name: str, layer: int) -> Module:

@@ -8,19 +8,17 @@ from __future__ import annotations
 MICROSECOND = 1e-6
 
 # --- starting kernels --------------------------------------------------------------------------------------------------
-KERNEL_GAP = 1.0 * MICROSECOND
-"""From the end of a kernel to the start of the next inside a CUDA graph. An empty kernel in a graph takes 1.3 us on an H200,
-of which about 0.3 us is the kernel."""
-SMALL_KERNEL = 1.0 * MICROSECOND
-"""What an elementwise kernel takes before bytes count: one trip to memory and back, and the tail of the last block. With the gap
-that is 2 us: conv updates of a few rows measure 1.8 to 2 us in a graph on an H200, norms up to 2.5."""
+SMALL_KERNEL = 2.0 * MICROSECOND
+"""What an elementwise kernel takes in a CUDA graph before bytes count: 1 us from the end of the kernel before, one trip to memory
+and back, and the tail of the last block. An empty kernel takes 1.3 us on an H200, conv updates of a few rows 1.8 to 2 us,
+norms up to 2.5."""
 HEAVY_START = {
     "product": 3.5 * MICROSECOND,
     "experts": 7.0 * MICROSECOND,
     "attention": 5.0 * MICROSECOND,
     "state": 3.5 * MICROSECOND,
 }
-"""What a heavy kernel takes before its roofline counts: filling its pipeline, the tail of its last wave, a second kernel that
+"""What a heavy kernel takes in a graph before its roofline counts: starting after the one before, filling its pipeline, the tail of its last wave, a second kernel that
 joins splits (attention) or multiplies again (experts). Chosen so that held-out rows of the calibration tables are predicted
 best; an H200's products of few rows take 6 to 10 us "whatever the size", its recurrent decode of one request 4.7 us."""
 EAGER_LAUNCH = 6.0 * MICROSECOND

@@ -167,10 +167,9 @@ class StepModel:
         if kernel.kind in ("collective", "dispatch", "combine"):
             seconds, floor = links.seconds(kernel, kernel.sent @ variables, self.hardware, self.mesh, shape)
             bound: Sequence[str] = ["link"] * len(seconds)
-            launches = kernel.launches * (seconds > 0)
-            seconds = seconds + launches * self._gap()
             return self._total(kernel, efficiency, np.ones(1), seconds, floor, flops, moved, bound)
-        rate = peak(self.hardware, kernel.dtype) if kernel.dtype else peak(self.hardware, "float32")
+        # States are kept in float32, but chunks of tokens are multiplied by the matrix units.
+        rate = peak(self.hardware, "bfloat16" if kernel.kind == "state" else kernel.dtype or "float32")
         compute = flops / rate
         floor = np.maximum(memory, compute)
         bound = [str(side) for side in np.where(memory >= compute, "memory", "compute")]
@@ -182,11 +181,8 @@ class StepModel:
             size = self._size(kernel, flops, variables)
             work = self._work(kernel, efficiency, size, flops, moved, variables, processors)
             work = np.maximum(work, chain * constants.CHAIN_SECONDS)
-        seconds = np.maximum(work, floor) + active * kernel.launches * self._gap()
+        seconds = np.maximum(work, floor)
         return self._total(kernel, efficiency, size, seconds, floor, flops, moved, bound)
-
-    def _gap(self) -> float:
-        return constants.KERNEL_GAP
 
     def _total(
         self, kernel: Kernel, efficiency: Curve, size: Numbers, seconds: Numbers, floor: Numbers, flops: Numbers,

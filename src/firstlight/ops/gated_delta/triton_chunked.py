@@ -25,8 +25,6 @@ from firstlight.ops.op import Call
 from firstlight.ops.triton_support import unavailable
 
 CHUNK = 64
-MATRIX_WARPS = 4
-CONVOLUTION_WARPS = 4
 CONVOLVED = 32
 """Tokens that one program of `convolutions_kernel` takes."""
 SLICE = 32
@@ -117,7 +115,7 @@ def run(
         W=width,
         ROWS=CONVOLVED,
         BLOCK_R=block_requests,
-        num_warps=CONVOLUTION_WARPS,
+        num_warps=4,
     )
     kernels.matrices_kernel[(value_heads, chunks)](
         columns,
@@ -135,7 +133,7 @@ def run(
         **sizes,
         BLOCK_R=block_requests,
         PRECISION="ieee" if exact or torch.version.hip else "tf32",
-        num_warps=MATRIX_WARPS,
+        num_warps=4,
     )
     block_v = min(slice_values, value_dim)
     kernels.states_kernel[(value_heads * (value_dim // block_v), requests)](

@@ -21,7 +21,7 @@ from firstlight.ops.op import Call
 from firstlight.ops.triton_support import unavailable
 
 FEW_PROGRAMS = 132
-EVICT = ""
+"""Up to here each has a multiprocessor of its own (of an H200, at least)."""
 LARGEST_STATE = 2**16
 """Elements of a head's state that one program can hold in registers."""
 
@@ -185,7 +185,6 @@ def run(
         **sizes,
         BLOCK_V=tiles.rows,
         STAGES=tiles.stages,
-        EVICT=EVICT,
         ROUND_PRODUCT=round_product,
         num_warps=tiles.warps,
     )

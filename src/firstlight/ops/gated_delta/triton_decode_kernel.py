@@ -318,7 +318,6 @@ def recurrence_kernel(
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
-    EVICT: tl.constexpr,
     ROUND_PRODUCT: tl.constexpr,
 ):
     """The recurrence and the gated norm of one value head, its state going by in tiles that are fetched ahead.
@@ -357,10 +356,10 @@ def recurrence_kernel(
     target_ptr = state_pool_ptr + target * state_stride_slot + i_hv * (V * K)
     row_ptr = out_ptr + row * (HV * V) + i_hv * V
     for i_v in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-        tile = tl.load(source_ptr + i_v * K + o_s, mask=held, other=0.0, eviction_policy=EVICT)
+        tile = tl.load(source_ptr + i_v * K + o_s, mask=held, other=0.0)
         v = tl.load(v_ptr + i_v + o_b).to(tl.float32)
         tile, o = advance(tile, v, q, k, decay, beta, overlap, has_token)
-        tl.store(target_ptr + i_v * K + o_s, tile, mask=(target > 0) & (o_s >= 0), eviction_policy=EVICT)
+        tl.store(target_ptr + i_v * K + o_s, tile, mask=(target > 0) & (o_s >= 0))
         tl.store(row_ptr + i_v + o_b, o.to(dtype), mask=has_token & (o_b >= 0))
     tl.debug_barrier()
     if has_token:

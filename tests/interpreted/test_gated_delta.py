@@ -39,8 +39,11 @@ def test_decode(heads: dict[str, int], tiles: triton_decode.Tiles, dtype: torch.
     assert max(found.values()) < tolerance, found
 
 
-@DTYPES
-@pytest.mark.parametrize("options", [{}, {"slice_values": 16}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "dtype", "tolerance"),
+    [({}, torch.float32, 2e-6), ({"slice_values": 16}, torch.float16, 4e-3)],
+    ids=["float32", "float16 in slices"],
+)
 def test_prefill(options: dict[str, int], dtype: torch.dtype, tolerance: float) -> None:
     """Ragged requests and exports at a chunk's start, inside it and at the request's end."""
     exports = ((0, 64, 7), (0, 128, 8), (0, 70, 9), (1, 64, 10), (2, 1, 11), (4, 0, 0), (0, 0, 12), (0, 130, 13))
