@@ -57,14 +57,29 @@ def copy_bandwidth() -> float:
 
 
 def report(name: str, seconds: float, floor: float, published: str = "") -> None:
-    print(f"{name:44s} {seconds * 1e6:9.2f} us  floor {floor * 1e6:8.2f}  {floor / seconds:5.0%}  {published}", flush=True)
+    print(
+        f"{name:44s} {seconds * 1e6:9.2f} us  floor {floor * 1e6:8.2f}  {floor / seconds:5.0%}  {published}", flush=True
+    )
 
 
 def decode(bandwidth: float, variants: bool) -> None:
     tiles = triton_decode.Tiles
-    args, kwargs = gated_delta_inputs([1] * 5 + [0], [1, 2, 0, 2, 5, 4], [1, 3, 6, 0, 5, 7], dtype=torch.bfloat16, device=DEVICE, exports=((0, 1, 8), (1, 0, 9), (2, 0, 0)), **REAL)
+    args, kwargs = gated_delta_inputs(
+        [1] * 5 + [0],
+        [1, 2, 0, 2, 5, 4],
+        [1, 3, 6, 0, 5, 7],
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        exports=((0, 1, 8), (1, 0, 9), (2, 0, 0)),
+        **REAL,
+    )
     for cut in (tiles(True, 8), tiles(False, 4, 16, 3)):
-        print("decode errors", cut, errors(lambda *a, cut=cut, **k: triton_decode.run(*a, **k, tiles=cut), args, kwargs), flush=True)
+        print(
+            "decode errors",
+            cut,
+            errors(lambda *a, cut=cut, **k: triton_decode.run(*a, **k, tiles=cut), args, kwargs),
+            flush=True,
+        )
     published = {1: "4.7", 8: "9.4", 64: "71.5", 128: "137", 256: "267"}
     for batch in (1, 2, 4, 8, 64, 128, 256):
         ids = list(range(1, batch + 1))
@@ -75,13 +90,30 @@ def decode(bandwidth: float, variants: bool) -> None:
         states = args[9].unsqueeze(1).repeat(1, layers, 1, 1, 1)
         cuts = [triton_decode.choose_tiles(batch * 32, 128, 128)]
         if variants:
-            cuts += [tiles(False, 2, 8, 4), tiles(False, 2, 16, 3), tiles(False, 4, 32, 2), tiles(False, 1, 8, 4), tiles(False, 4, 16, 2), tiles(False, 4, 16, 4)] if batch in (8, 64, 256) else [tiles(False, 4, 16, 3)]
+            cuts += (
+                [
+                    tiles(False, 2, 8, 4),
+                    tiles(False, 2, 16, 3),
+                    tiles(False, 4, 32, 2),
+                    tiles(False, 1, 8, 4),
+                    tiles(False, 4, 16, 2),
+                    tiles(False, 4, 16, 4),
+                ]
+                if batch in (8, 64, 256)
+                else [tiles(False, 4, 16, 3)]
+            )
         for cut in cuts:
+
             def call(i: int) -> Any:
                 return triton_decode.run(*args[:8], windows[:, i], states[:, i], *args[10:], **kwargs, tiles=cut)
 
             seconds = graph_time(call, layers)
-            report(f"gated_delta decode B={batch} fused={cut.fused:d} {cut.warps}/{cut.rows}/{cut.stages} {2 * state / seconds / 1e12:.2f} TB/s", seconds, 2 * state / bandwidth, f"rule alone {published.get(batch, '')}")
+            report(
+                f"gated_delta decode B={batch} fused={cut.fused:d} {cut.warps}/{cut.rows}/{cut.stages} {2 * state / seconds / 1e12:.2f} TB/s",
+                seconds,
+                2 * state / bandwidth,
+                f"rule alone {published.get(batch, '')}",
+            )
 
 
 def kernel_times(call: Callable[[], Any]) -> None:
@@ -95,24 +127,60 @@ def kernel_times(call: Callable[[], Any]) -> None:
 
 
 def prefill(bandwidth: float, variants: bool) -> None:
-    args, kwargs = gated_delta_inputs([200, 64, 1, 0], [1, 0, 2, 4], [1, 3, 5, 6], exports=((0, 64, 7), (0, 130, 8), (1, 64, 9)), dtype=torch.bfloat16, device=DEVICE, **REAL)
+    args, kwargs = gated_delta_inputs(
+        [200, 64, 1, 0],
+        [1, 0, 2, 4],
+        [1, 3, 5, 6],
+        exports=((0, 64, 7), (0, 130, 8), (1, 64, 9)),
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        **REAL,
+    )
     cuts = ((32, 2), (32, 3), (64, 2), (16, 3)) if variants else ((triton_chunked.SLICE, 2),)
     for v, stages in cuts[:3]:
-        print("prefill errors", v, stages, errors(lambda *a, v=v, stages=stages, **k: triton_chunked.run(*a, **k, slice_values=v, stages=stages), args, kwargs, exact=False), flush=True)
+        print(
+            "prefill errors",
+            v,
+            stages,
+            errors(
+                lambda *a, v=v, stages=stages, **k: triton_chunked.run(*a, **k, slice_values=v, stages=stages),
+                args,
+                kwargs,
+                exact=False,
+            ),
+            flush=True,
+        )
     for counts, published in (([8192], ".28 rule alone"), ([1024] * 8, ".12 rule alone")):
         ids = list(range(1, len(counts) + 1))
-        args, kwargs = gated_delta_inputs(counts, [0] * len(ids), ids, dtype=torch.bfloat16, device=DEVICE, padding=0, **REAL)
+        args, kwargs = gated_delta_inputs(
+            counts, [0] * len(ids), ids, dtype=torch.bfloat16, device=DEVICE, padding=0, **REAL
+        )
         tokens = sum(counts)
         floor = tokens * (8192 + 4096 + 4096) * 2 / bandwidth
         for v, stages in cuts:
+
             def call(i: int = 0) -> Any:
                 return triton_chunked.run(*args, **kwargs, slice_values=v, stages=stages)
 
-            report(f"gated_delta prefill {len(counts)}x{counts[0]} slice={v} stages={stages}", graph_time(call, 4), floor, published)
+            report(
+                f"gated_delta prefill {len(counts)}x{counts[0]} slice={v} stages={stages}",
+                graph_time(call, 4),
+                floor,
+                published,
+            )
         kernel_times(call)
 
 
-def paged(batch: int, context: int, layers: int, page: int = 64, queries: int = 1, heads: int = 16, kv_heads: int = 2, dim: int = 256) -> tuple[list[Any], torch.Tensor]:
+def paged(
+    batch: int,
+    context: int,
+    layers: int,
+    page: int = 64,
+    queries: int = 1,
+    heads: int = 16,
+    kv_heads: int = 2,
+    dim: int = 256,
+) -> tuple[list[Any], torch.Tensor]:
     count = -(-context // page)
     order = (torch.randperm(batch * count, device=DEVICE) + 1).int().view(batch, count)
     pool = torch.empty(batch * count + 1, layers, 2, page, kv_heads, dim, device=DEVICE, dtype=torch.bfloat16)
@@ -138,10 +206,22 @@ def attend(bandwidth: float, variants: bool) -> None:
         candidates = [chosen]
         if variants:
             splits = {1: (32, 64), 8: (8, 16), 32: (2, 4, 8), 128: (1, 2)}[batch]
-            candidates += [tiles(1, 16, n, s, w, st) for s in splits for n, w, st in ((32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 8, 3), (32, 2, 3))]
+            candidates += [
+                tiles(1, 16, n, s, w, st)
+                for s in splits
+                for n, w, st in ((32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 8, 3), (32, 2, 3))
+            ]
         for cut in candidates:
-            seconds = graph_time(lambda i, cut=cut: triton_paged.run(q, pool[:, i, 0], pool[:, i, 1], *indices, **settings, tiles=cut), layers)
-            report(f"attention decode B={batch} s={cut.splits} n={cut.keys} w={cut.warps} st={cut.stages} e={error:.0e}", seconds, 2 * pool[1:, 0, 0].nbytes / bandwidth, published)
+            seconds = graph_time(
+                lambda i, cut=cut: triton_paged.run(q, pool[:, i, 0], pool[:, i, 1], *indices, **settings, tiles=cut),
+                layers,
+            )
+            report(
+                f"attention decode B={batch} s={cut.splits} n={cut.keys} w={cut.warps} st={cut.stages} e={error:.0e}",
+                seconds,
+                2 * pool[1:, 0, 0].nbytes / bandwidth,
+                published,
+            )
 
 
 def attend_prefill(variants: bool) -> None:
@@ -149,20 +229,35 @@ def attend_prefill(variants: bool) -> None:
     tiles = triton_paged.Tiles
     (q, *indices), pool = paged(1, 8192, 1, queries=8192)
     settings = {"scale": 256**-0.5, "max_query": 8192, "max_context": 8192}
-    k, v = (pool[indices[0].flatten().long(), 0, i].flatten(0, 1).repeat_interleave(8, 1).transpose(0, 1) for i in (0, 1))
+    k, v = (
+        pool[indices[0].flatten().long(), 0, i].flatten(0, 1).repeat_interleave(8, 1).transpose(0, 1) for i in (0, 1)
+    )
     theirs = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True)
     expected = theirs[0].transpose(0, 1).double()
     operations = 2 * 8192**2 * 16 * 256
-    seconds = graph_time(lambda _: torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True), 2)
+    seconds = graph_time(
+        lambda _: torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k[None], v[None], is_causal=True
+        ),
+        2,
+    )
     print(f"attention prefill 1x8192, torch {seconds * 1e6:.0f} us, {operations / seconds / 1e12:.0f} TFLOP/s")
     cuts = [triton_paged.choose_tiles(q, pool[:, 0, 0], 1, 8192, 8192, 132)]
     if variants:
-        cuts += [tiles(16, 128, 32, 1, 8, 3), tiles(8, 64, 64, 1, 4, 2), tiles(16, 128, 64, 1, 4, 2), tiles(16, 128, 128, 1, 8, 1)]
+        cuts += [
+            tiles(16, 128, 32, 1, 8, 3),
+            tiles(8, 64, 64, 1, 4, 2),
+            tiles(16, 128, 64, 1, 4, 2),
+            tiles(16, 128, 128, 1, 8, 1),
+        ]
     for cut in cuts:
         call = lambda _=0, cut=cut: triton_paged.run(q, pool[:, 0, 0], pool[:, 0, 1], *indices, **settings, tiles=cut)  # noqa: E731
         error = float((call().double() - expected).norm() / expected.norm())
         seconds = graph_time(call, 2)
-        print(f"attention prefill 1x8192 {cut} e={error:.0e} {seconds * 1e6:.0f} us, {operations / seconds / 1e12:.0f} TFLOP/s", flush=True)
+        print(
+            f"attention prefill 1x8192 {cut} e={error:.0e} {seconds * 1e6:.0f} us, {operations / seconds / 1e12:.0f} TFLOP/s",
+            flush=True,
+        )
 
 
 def prologue(bandwidth: float) -> None:

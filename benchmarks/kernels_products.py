@@ -134,11 +134,16 @@ def experts() -> Iterator[Row]:
     for tokens in (1, 2, 4, 8, 16, 32, 128, 512, 1024, 8192):
         x = torch.randn(tokens, 2048, device="cuda", dtype=BF16)
         routings = [
-            (torch.rand(tokens, 8, device="cuda").softmax(-1).to(BF16), torch.rand(tokens, 256, device="cuda").topk(8)[1].int())
+            (
+                torch.rand(tokens, 8, device="cuda").softmax(-1).to(BF16),
+                torch.rand(tokens, 256, device="cuda").topk(8)[1].int(),
+            )
             for _ in range(8 if tokens < 1000 else 1)
         ]
         touched = statistics.mean(len(chosen.unique()) for _, chosen in routings)
-        for provider in ("triton_few", "triton_grouped") if tokens == 8 else ("triton_few" if tokens < 8 else "triton_grouped",):
+        for provider in (
+            ("triton_few", "triton_grouped") if tokens == 8 else ("triton_few" if tokens < 8 else "triton_grouped",)
+        ):
             run = run_of("experts", provider)
             there, must = published.get(tokens, ("", ""))
             yield Row(
@@ -204,7 +209,9 @@ def samples() -> Iterator[Row]:
             yield Row(
                 f"sample {rows} x 248320 {'greedy' if greedy else 'drawn'}",
                 [lambda run=run, z=z, g=greedy, a=rest: run(z, *a, greedy=g, filtered=False) for z in logits],
-                lambda z=logits, g=greedy, rest=rest: REGISTRY["sample"].reference(z[0], *rest, greedy=g, filtered=False),
+                lambda z=logits, g=greedy, rest=rest: REGISTRY["sample"].reference(
+                    z[0], *rest, greedy=g, filtered=False
+                ),
                 logits[0].nbytes,
                 tolerance=1e-9,
             )
@@ -223,7 +230,9 @@ def main() -> None:
     only = parser.parse_args().only
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s")
-    print(f"{'':64s} {'us':>8s} {'floor':>8s} {'of it':>6s} {'TB/s':>5s} {'TF':>5s} {'error':>8s} {'elsewhere':>9s} {'must':>5s}")
+    print(
+        f"{'':64s} {'us':>8s} {'floor':>8s} {'of it':>6s} {'TB/s':>5s} {'TF':>5s} {'error':>8s} {'elsewhere':>9s} {'must':>5s}"
+    )
     for group in (linears, experts, small, samples):
         for row in group():
             if only not in row.name:

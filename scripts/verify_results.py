@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from firstlight.models.registry import PREDICTED_ONLY
+from firstlight.models.registry import FAMILIES, PREDICTED_ONLY
 from firstlight.verify import Findings, verify
 from firstlight.verify.findings import WHOLE, Finding
 from firstlight.verify.opening import open_subject
@@ -43,7 +43,7 @@ def page() -> str:
     header = ["config", "layers", *PHASES, "alone", QUIET, "verdict"]
     lines = [header, ["---"] * len(header)]
     for path in sorted(CONFIGS.glob("*.json")):
-        if json.loads(path.read_text())["model_type"] in PREDICTED_ONLY:
+        if json.loads(path.read_text())["model_type"] not in FAMILIES.keys() - PREDICTED_ONLY:
             continue
         print(f"{path.stem} ...", file=sys.stderr, flush=True)
         subject = open_subject(str(path), random=True, device="cpu", dtype="float32")

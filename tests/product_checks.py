@@ -172,7 +172,9 @@ def check_rows(
     weight = draw(columns, dtype=dtype, device=device)
     x = rows(tokens, heads, columns)
     assert_matches("rms_norm", runs["rms_norm"], tolerance, x, weight, eps=1e-6, zero_centred=zero_centred)
-    assert_matches("gated_rms_norm", runs["gated_rms_norm"], tolerance, x, rows(tokens, heads, columns), weight, eps=1e-6)
+    assert_matches(
+        "gated_rms_norm", runs["gated_rms_norm"], tolerance, x, rows(tokens, heads, columns), weight, eps=1e-6
+    )
     x, y = rows(tokens, columns), rows(tokens, columns)
     run = runs["add_rms_norm"]
     assert_matches("add_rms_norm", run, tolerance, x, y, weight, eps=1e-6, zero_centred=zero_centred)

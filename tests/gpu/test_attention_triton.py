@@ -116,7 +116,9 @@ def test_prologue(settings: dict[str, Any], tokens: int, dtype: torch.dtype) -> 
     angles = normal(tokens, dim // 4 * 2)
     slot = torch.randperm(tokens + 30, generator=generator, device="cuda")[:tokens] + 16
     slot[-1] = 0
-    pools = [torch.full((2, tokens // 16 + 4, 16, kv_heads, dim), float("nan"), dtype=dtype, device="cuda") for _ in "ab"]
+    pools = [
+        torch.full((2, tokens // 16 + 4, 16, kv_heads, dim), float("nan"), dtype=dtype, device="cuda") for _ in "ab"
+    ]
     q, gate = triton_fused.run(qkv, *norms, angles, *pools[0], slot, **settings)
     exact = [x.double() for x in (qkv, *norms, angles, *pools[1])]
     expected_q, expected_gate = attention_prologue.reference(*exact, slot, **settings)

@@ -34,7 +34,13 @@ def test_decode(fused: bool, sizes: dict[str, Any], dtype: torch.dtype) -> None:
     tiles = triton_decode.Tiles(fused, 4, 8, 3)
     exports = ((0, 1, 8), (1, 0, 9), (2, 1, 10), (0, 0, 11), (4, 0, 0))
     args, kwargs = gated_delta_inputs(
-        [1] * 5 + [0, 0], [1, 2, 0, 2, 5, 4, 0], [1, 3, 6, 0, 5, 7, 0], exports=exports, dtype=dtype, seed=fresh_seed(), **sizes
+        [1] * 5 + [0, 0],
+        [1, 2, 0, 2, 5, 4, 0],
+        [1, 3, 6, 0, 5, 7, 0],
+        exports=exports,
+        dtype=dtype,
+        seed=fresh_seed(),
+        **sizes,
     )
     found = errors(lambda *a, **k: triton_decode.run(*a, **k, tiles=tiles), args, kwargs)
     assert max(found.values()) < TOLERANCE[dtype], found
@@ -45,7 +51,14 @@ def test_decode(fused: bool, sizes: dict[str, Any], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("counts", [[200, 64, 1, 0], [63, 65, 128, 2], [1, 1, 1, 1]], ids=str)
 def test_prefill(counts: list[int], sizes: dict[str, Any], dtype: torch.dtype) -> None:
     """Ragged requests and exports at a chunk's start, inside it and at the request's end."""
-    exports = ((0, 0, 7), (0, counts[0], 8), (0, counts[0] * 2 // 3, 9), (1, min(64, counts[1]), 10), (2, 1, 11), (1, 1, 0))
+    exports = (
+        (0, 0, 7),
+        (0, counts[0], 8),
+        (0, counts[0] * 2 // 3, 9),
+        (1, min(64, counts[1]), 10),
+        (2, 1, 11),
+        (1, 1, 0),
+    )
     args, kwargs = gated_delta_inputs(
         counts, [1, 0, 2, 2], [1, 3, 5, 6], exports=exports, dtype=dtype, seed=fresh_seed(), **sizes
     )
@@ -58,7 +71,9 @@ def test_prefill_of_one_repeated_token() -> None:
     args, kwargs = gated_delta_inputs([130], [0], [1], dtype=torch.bfloat16, padding=0, seed=fresh_seed(), **REAL)
     mixed, z, a, b, *rest = args
     same = mixed[:1].expand(130, -1).contiguous()
-    found = errors(triton_chunked.run, (same, z, torch.full_like(a, -20.0), torch.full_like(b, 9.0), *rest), kwargs, exact=False)
+    found = errors(
+        triton_chunked.run, (same, z, torch.full_like(a, -20.0), torch.full_like(b, 9.0), *rest), kwargs, exact=False
+    )
     assert max(found.values()) < 3e-2, found
 
 

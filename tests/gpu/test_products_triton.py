@@ -56,9 +56,7 @@ def test_torch_block_fp8(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize("packed", [False, True])
 def test_few_experts(tokens: int, packed: bool) -> None:
-    check_experts(
-        triton_few.run, "cuda", BF16, tokens + 1, 24, 5, 640, 384, 2 * ROUNDED, packed=packed, first_expert=1
-    )
+    check_experts(triton_few.run, "cuda", BF16, tokens + 1, 24, 5, 640, 384, 2 * ROUNDED, packed=packed, first_expert=1)
 
 
 @pytest.mark.parametrize("tokens", [3, 40, 150, 700])

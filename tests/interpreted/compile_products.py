@@ -68,14 +68,20 @@ def main() -> None:
     for name, kernel, fp8, constants, warps, stages in cases(4 if backend == "cuda" else 2):
         names = kernel.arg_names
         signature = {n: "constexpr" if n in constants else kind_of(n, fp8, dtype) for n in names}
-        aligned = [n for n in names if n.endswith("_ptr") or n in ("H", "I", "N", "K") or re.match(r"(x|w|shared)_stride", n)]
+        aligned = [
+            n for n in names if n.endswith("_ptr") or n in ("H", "I", "N", "K") or re.match(r"(x|w|shared)_stride", n)
+        ]
         source = ASTSource(
             kernel, signature=signature, constexprs={(names.index(n),): value for n, value in constants.items()},
             attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in constants},
         )  # fmt: skip
         compiled = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
         assembly = compiled.asm["ptx" if backend == "cuda" else "amdgcn"]
-        print(json.dumps({"kernel": name, "shared": compiled.metadata.shared, "fp8": bool(FP8_INSTRUCTION.search(assembly))}))
+        print(
+            json.dumps(
+                {"kernel": name, "shared": compiled.metadata.shared, "fp8": bool(FP8_INSTRUCTION.search(assembly))}
+            )
+        )
 
 
 if __name__ == "__main__":

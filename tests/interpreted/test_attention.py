@@ -20,7 +20,9 @@ SMALL = triton_paged.Tiles(tokens=5, rows=16, keys=16, splits=1, warps=4, stages
 
 
 @pytest.mark.parametrize("tiles", [None, SPLIT, SMALL], ids=["chosen", "split", "small"])
-@pytest.mark.parametrize("settings", [{}, {"window": 3}, {"causal": False}, {"sinks": normal(6)}], ids=lambda s: ",".join(s))
+@pytest.mark.parametrize(
+    "settings", [{}, {"window": 3}, {"causal": False}, {"sinks": normal(6)}], ids=lambda s: ",".join(s)
+)
 @pytest.mark.parametrize("size", [7, 16])
 @pytest.mark.parametrize(("counts", "lengths"), [([1, 1, 1], [5, 1, 40]), ([9, 1, 3], [9, 12, 33])], ids=str)
 def test_attention(

@@ -21,7 +21,9 @@ DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6),
 @pytest.mark.parametrize(
     "tiles", [triton_decode.Tiles(True, 1), triton_decode.Tiles(False, 1, 4, 2)], ids=["fused", "two kernels"]
 )
-@pytest.mark.parametrize("heads", [{"key_heads": 2, "value_heads": 2}, {"key_heads": 1, "value_heads": 3, "width": 3}], ids=str)
+@pytest.mark.parametrize(
+    "heads", [{"key_heads": 2, "value_heads": 2}, {"key_heads": 1, "value_heads": 3, "width": 3}], ids=str
+)
 def test_decode(heads: dict[str, int], tiles: triton_decode.Tiles, dtype: torch.dtype, tolerance: float) -> None:
     """Null slots, copies, in place, requests without a token, exports before and after the token."""
     exports = ((0, 1, 7), (1, 0, 8), (2, 1, 9), (4, 0, 0))

@@ -22,7 +22,11 @@ def test_compiles(backend: str, architecture: str, shared_kib: int) -> None:
     environment.pop("TRITON_INTERPRET", None)
     script = Path(__file__).with_name("compile_products.py")
     done = subprocess.run(
-        [sys.executable, str(script), backend, architecture], env=environment, capture_output=True, text=True, timeout=250
+        [sys.executable, str(script), backend, architecture],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]

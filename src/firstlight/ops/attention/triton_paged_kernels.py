@@ -61,7 +61,9 @@ def attention_kernel(
         i_p = tl.num_programs(1) - 1 - tl.program_id(1)
         o_r = tl.arange(0, BLOCK_R)
         m_r = o_r < requests
-        counts = tl.load(query_start_ptr + o_r + 1, mask=m_r, other=0) - tl.load(query_start_ptr + o_r, mask=m_r, other=0)
+        counts = tl.load(query_start_ptr + o_r + 1, mask=m_r, other=0) - tl.load(
+            query_start_ptr + o_r, mask=m_r, other=0
+        )
         ends = tl.cumsum((counts.to(tl.int32) + TOKENS - 1) // TOKENS, 0)
         i_r = tl.sum(((ends <= i_p) & m_r).to(tl.int32), 0)
         if i_r >= requests:

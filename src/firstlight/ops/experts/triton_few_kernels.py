@@ -92,12 +92,19 @@ def down_and_sum(
     RUN: tl.constexpr = min(BLOCK_I, SCALE_COLUMNS)
     for i_i in tl.static_range(0, I, BLOCK_I):
         m_i = i_i + o_i < I
-        p_w = w_ptr + (b_expert * w_stride_e)[None, :, None] + (o_h * w_stride_n)[:, None, None] + (i_i + o_i)[None, None, :]
+        p_w = (
+            w_ptr
+            + (b_expert * w_stride_e)[None, :, None]
+            + (o_h * w_stride_n)[:, None, None]
+            + (i_i + o_i)[None, None, :]
+        )
         b_w = tl.load(p_w, mask=m_h[:, None, None] & m_j[None, :, None] & m_i[None, None, :], other=0.0)
         o_run = i_i + tl.arange(0, BLOCK_I // RUN) * RUN
         o_h_i = o_run[None, :, None] + tl.arange(0, RUN)[None, None, :]
         p_hidden = hidden_ptr + ((token * SLOTS + o_j) * max(I, SHARED_I))[:, None, None] + o_h_i
-        b_h = tl.load(p_hidden, mask=m_j[:, None, None] & (o_h_i < I), other=0.0).to(tl.float32) * b_weight[:, None, None]
+        b_h = (
+            tl.load(p_hidden, mask=m_j[:, None, None] & (o_h_i < I), other=0.0).to(tl.float32) * b_weight[:, None, None]
+        )
         if HAS_SCALE:
             p_scale = scale_ptr + b_expert[:, None] * scale_stride_e + i_h * BLOCK_H // SCALE_ROWS * scale_stride_n
             p_scale += o_run[None, :] // SCALE_COLUMNS

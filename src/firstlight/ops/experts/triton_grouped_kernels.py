@@ -93,7 +93,9 @@ def down(
             m_n = o_n < H
             if HAS_SCALE:
                 b_hidden = tl.load(p_hidden + i_k * BLOCK_K, mask=m_m[:, None], other=0.0)
-                b_w = tl.load(p_w + i_n.to(tl.int64) * BLOCK_N * w_stride_n + i_k * BLOCK_K, mask=m_n[None, :], other=0.0)
+                b_w = tl.load(
+                    p_w + i_n.to(tl.int64) * BLOCK_N * w_stride_n + i_k * BLOCK_K, mask=m_n[None, :], other=0.0
+                )
                 b_hidden_scale = tl.load(p_hidden_scale + i_k * BLOCK_K // 128, mask=m_m, other=0.0)
                 p_tile_scale = p_scale + i_n * BLOCK_N // 128 * scale_stride_n + i_k * BLOCK_K // 128
                 b_scale = b_hidden_scale * tl.load(p_tile_scale, mask=i_n * BLOCK_N < H, other=0.0).to(tl.float32)

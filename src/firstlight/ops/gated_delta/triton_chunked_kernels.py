@@ -69,15 +69,22 @@ def convolve_rows(
     for j in tl.static_range(W):
         inside = real & (begin + o_i + (j - W + 1) >= 0)
         x = tl.load(x_ptr + (o_i + (j - W + 1))[:, None] * x_stride_t + o_c[None, :], mask=inside[:, None], other=0.0)
-        total += x.to(tl.float32) * tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w).to(tl.float32)[None, :]
+        total += (
+            x.to(tl.float32) * tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w).to(tl.float32)[None, :]
+        )
     if begin < W - 1:
         for j in tl.static_range(W - 1):
             o_w = begin + o_i + j  # column of the window, as long as it is one
             before = real & (o_w < W - 1) & has_window
             x = tl.load(
-                window_ptr + o_w[:, None] * conv_stride_w + o_c[None, :] * conv_stride_c, mask=before[:, None], other=0.0
+                window_ptr + o_w[:, None] * conv_stride_w + o_c[None, :] * conv_stride_c,
+                mask=before[:, None],
+                other=0.0,
             )
-            total += x.to(tl.float32) * tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w).to(tl.float32)[None, :]
+            total += (
+                x.to(tl.float32)
+                * tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w).to(tl.float32)[None, :]
+            )
     return silu(total).to(x_ptr.dtype.element_ty)
 
 
@@ -132,14 +139,44 @@ def convolutions_kernel(
     o_i = tl.arange(0, ROWS)[:, None]
     if i_h < 2 * HK:
         c_k = i_h * K + tl.arange(0, K)
-        k = convolve_rows(x_ptr, conv_weight_ptr, window_ptr, c_k, begin, count, slot > 0, mixed_stride_t, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, ROWS)
+        k = convolve_rows(
+            x_ptr,
+            conv_weight_ptr,
+            window_ptr,
+            c_k,
+            begin,
+            count,
+            slot > 0,
+            mixed_stride_t,
+            weight_stride_c,
+            weight_stride_w,
+            conv_stride_c,
+            conv_stride_w,
+            W,
+            ROWS,
+        )
         wide = k.to(tl.float32)
         scale = tl.where(i_h < HK, K**-0.5, 1.0)
         k = (wide * (tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale)[:, None]).to(k.dtype)
         tl.store(y_ptr + o_i * C + c_k[None, :], k, mask=begin + o_i < count)
     else:
         c_v = 2 * HK * K + (i_h - 2 * HK) * V + tl.arange(0, V)
-        v = convolve_rows(x_ptr, conv_weight_ptr, window_ptr, c_v, begin, count, slot > 0, mixed_stride_t, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, ROWS)
+        v = convolve_rows(
+            x_ptr,
+            conv_weight_ptr,
+            window_ptr,
+            c_v,
+            begin,
+            count,
+            slot > 0,
+            mixed_stride_t,
+            weight_stride_c,
+            weight_stride_w,
+            conv_stride_c,
+            conv_stride_w,
+            W,
+            ROWS,
+        )
         tl.store(y_ptr + o_i * C + c_v[None, :], v, mask=begin + o_i < count)
 
 
@@ -310,7 +347,11 @@ def states_kernel(
             o = tl.dot(P, u.to(P.dtype), asked, input_precision="ieee")
             faded = (u * tl.exp(last - G)[:, None]).to(k.dtype)
             S = tl.dot(tl.trans(k), faded, S * tl.exp(last), input_precision="ieee")
-            tl.store(out_ptr + (first + o_p)[:, None] * (HV * V) + (i_hv * V + o_v)[None, :], o.to(out_ptr.dtype.element_ty), mask=real)
+            tl.store(
+                out_ptr + (first + o_p)[:, None] * (HV * V) + (i_hv * V + o_v)[None, :],
+                o.to(out_ptr.dtype.element_ty),
+                mask=real,
+            )
         done = tl.where(stop > done, stop, chunks + 1)
     if target > 0:
         tl.store(state_pool_ptr + target * state_stride_slot + o_s, S)
@@ -399,7 +440,11 @@ def store_windows(
         i_x = after - (W - 1) + j
         if i_x >= 0:
             column = tl.load(x_ptr + i_x.to(tl.int64) * mixed_stride_t + o_c, mask=inside, other=0.0)
-            tl.store(target_ptr + o_c * conv_stride_c + j * conv_stride_w, column.to(target_ptr.dtype.element_ty), mask=inside)
+            tl.store(
+                target_ptr + o_c * conv_stride_c + j * conv_stride_w,
+                column.to(target_ptr.dtype.element_ty),
+                mask=inside,
+            )
         else:
             column = tl.load(
                 source_ptr + o_c * conv_stride_c + (i_x + W - 1) * conv_stride_w, mask=inside & has_window, other=0.0
@@ -438,10 +483,24 @@ def windows_kernel(
         if (tl.load(exports_ptr + 3 * i_e) == i_r) & (slot > 0):
             after = tl.minimum(tl.maximum(tl.load(exports_ptr + 3 * i_e + 1).to(tl.int32), 0), count)
             copy_ptr = conv_pool_ptr + slot * conv_stride_slot
-            store_windows(x_ptr, source_ptr, copy_ptr, o_c, inside, source > 0, after, mixed_stride_t, conv_stride_c, conv_stride_w, W)
+            store_windows(
+                x_ptr,
+                source_ptr,
+                copy_ptr,
+                o_c,
+                inside,
+                source > 0,
+                after,
+                mixed_stride_t,
+                conv_stride_c,
+                conv_stride_w,
+                W,
+            )
     if target > 0:
         copy_ptr = conv_pool_ptr + target * conv_stride_slot
-        store_windows(x_ptr, source_ptr, copy_ptr, o_c, inside, source > 0, count, mixed_stride_t, conv_stride_c, conv_stride_w, W)
+        store_windows(
+            x_ptr, source_ptr, copy_ptr, o_c, inside, source > 0, count, mixed_stride_t, conv_stride_c, conv_stride_w, W
+        )
 
 
 @triton.jit

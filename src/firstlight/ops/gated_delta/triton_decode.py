@@ -197,7 +197,9 @@ def check_strides(mixed: Tensor, z: Tensor, a: Tensor, b: Tensor, state_pool: Te
         if tensor.stride(-1) != 1:
             raise ValueError(f"gated_delta: rows of {name} must be dense, but its strides are {tensor.stride()}")
     if not state_pool[0].is_contiguous():
-        raise ValueError(f"gated_delta: states must be dense [HV, V, K], but the pool's strides are {state_pool.stride()}")
+        raise ValueError(
+            f"gated_delta: states must be dense [HV, V, K], but the pool's strides are {state_pool.stride()}"
+        )
 
 
 _TICKETS: dict[tuple[torch.device, int], Tensor] = {}

@@ -1,5 +1,4 @@
-"""The kernels of `triton_decode`. Letters: T HK HV K V as in the op; W taps of the convolution, TAPS padded to a power of two.
-"""
+"""The kernels of `triton_decode`. Letters: T HK HV K V as in the op; W taps of the convolution, TAPS padded to a power of two."""
 
 from __future__ import annotations
 
@@ -139,9 +138,45 @@ def gated_delta_decode_kernel(
     c_q = i_hk * K + o_k
     c_k = HK * K + c_q
     c_v = 2 * HK * K + i_hv * V + o_v
-    q = convolve(x_ptr, conv_weight_ptr, window_ptr, c_q, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
-    k = convolve(x_ptr, conv_weight_ptr, window_ptr, c_k, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
-    v = convolve(x_ptr, conv_weight_ptr, window_ptr, c_v, has_state, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
+    q = convolve(
+        x_ptr,
+        conv_weight_ptr,
+        window_ptr,
+        c_q,
+        has_state,
+        weight_stride_c,
+        weight_stride_w,
+        conv_stride_c,
+        conv_stride_w,
+        W,
+        TAPS,
+    )
+    k = convolve(
+        x_ptr,
+        conv_weight_ptr,
+        window_ptr,
+        c_k,
+        has_state,
+        weight_stride_c,
+        weight_stride_w,
+        conv_stride_c,
+        conv_stride_w,
+        W,
+        TAPS,
+    )
+    v = convolve(
+        x_ptr,
+        conv_weight_ptr,
+        window_ptr,
+        c_v,
+        has_state,
+        weight_stride_c,
+        weight_stride_w,
+        conv_stride_c,
+        conv_stride_w,
+        W,
+        TAPS,
+    )
     a = tl.load(a_ptr + row * a_stride_t + i_hv).to(tl.float32) + tl.load(dt_bias_ptr + i_hv).to(tl.float32)
     decay = tl.exp(-tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32)) * softplus(a))
     beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + row * b_stride_t + i_hv).to(tl.float32)))
@@ -247,22 +282,76 @@ def prepare_kernel(
     window_ptr = conv_pool_ptr + source * conv_stride_slot
     if i_h < 2 * HK:
         c_k = i_h * K + tl.arange(0, K)
-        k = convolve(x_ptr, conv_weight_ptr, window_ptr, c_k, source > 0, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
+        k = convolve(
+            x_ptr,
+            conv_weight_ptr,
+            window_ptr,
+            c_k,
+            source > 0,
+            weight_stride_c,
+            weight_stride_w,
+            conv_stride_c,
+            conv_stride_w,
+            W,
+            TAPS,
+        )
         wide = k.to(tl.float32)
         scale = tl.where(i_h < HK, K**-0.5, 1.0)
         tl.store(y_ptr + c_k, (wide * (tl.rsqrt(tl.sum(wide * wide, 0) + 1e-6) * scale)).to(k.dtype))
-        write_windows(x_ptr, conv_pool_ptr, source, target, exports_ptr, exports_count, i_r, c_k, has_token, conv_stride_slot, conv_stride_c, conv_stride_w, W, TAPS)
+        write_windows(
+            x_ptr,
+            conv_pool_ptr,
+            source,
+            target,
+            exports_ptr,
+            exports_count,
+            i_r,
+            c_k,
+            has_token,
+            conv_stride_slot,
+            conv_stride_c,
+            conv_stride_w,
+            W,
+            TAPS,
+        )
     else:
         i_hv = i_h - 2 * HK
         c_v = 2 * HK * K + i_hv * V + tl.arange(0, V)
-        v = convolve(x_ptr, conv_weight_ptr, window_ptr, c_v, source > 0, weight_stride_c, weight_stride_w, conv_stride_c, conv_stride_w, W, TAPS)
+        v = convolve(
+            x_ptr,
+            conv_weight_ptr,
+            window_ptr,
+            c_v,
+            source > 0,
+            weight_stride_c,
+            weight_stride_w,
+            conv_stride_c,
+            conv_stride_w,
+            W,
+            TAPS,
+        )
         tl.store(y_ptr + c_v, v)
         a = tl.load(a_ptr + row * a_stride_t + i_hv).to(tl.float32) + tl.load(dt_bias_ptr + i_hv).to(tl.float32)
         b = tl.load(b_ptr + row * b_stride_t + i_hv).to(tl.float32)
         decay = tl.exp(-tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32)) * softplus(a))
         tl.store(gates_ptr + (i_r * HV + i_hv) * 2, decay)
         tl.store(gates_ptr + (i_r * HV + i_hv) * 2 + 1, 1.0 / (1.0 + tl.exp(-b)))
-        write_windows(x_ptr, conv_pool_ptr, source, target, exports_ptr, exports_count, i_r, c_v, has_token, conv_stride_slot, conv_stride_c, conv_stride_w, W, TAPS)
+        write_windows(
+            x_ptr,
+            conv_pool_ptr,
+            source,
+            target,
+            exports_ptr,
+            exports_count,
+            i_r,
+            c_v,
+            has_token,
+            conv_stride_slot,
+            conv_stride_c,
+            conv_stride_w,
+            W,
+            TAPS,
+        )
 
 
 @triton.jit

@@ -47,7 +47,9 @@ def multiply(
         p_w += 128
     if HAS_BIAS:
         b_acc += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + o_t[:, None] * N + o_n[None, :], b_acc.to(y_ptr.dtype.element_ty), mask=m_t[:, None] & m_n[None, :])
+    tl.store(
+        y_ptr + o_t[:, None] * N + o_n[None, :], b_acc.to(y_ptr.dtype.element_ty), mask=m_t[:, None] & m_n[None, :]
+    )
 
 
 @triton.jit
@@ -136,5 +138,7 @@ def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
             )
     else:
         grid = (triton.cdiv(tokens, shape["block_t"]) * tiles_n,)
-        multiply[grid](*arguments, TILES_TOGETHER=shape.get("together", 16), **common, **register_limit(shape.get("registers", 0)))
+        multiply[grid](
+            *arguments, TILES_TOGETHER=shape.get("together", 16), **common, **register_limit(shape.get("registers", 0))
+        )
     return y

@@ -75,7 +75,9 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, 
         return torch.cat([product(half, weight, bias, dtype, **tuning) for half in halves])
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
     wide = columns >= 4096 and data.element_size() == 1
-    block_k = tuning.get("block_k", min(triton.next_power_of_2(columns), 4096 if wide else 1024 if rows >= 4096 else 2048))
+    block_k = tuning.get(
+        "block_k", min(triton.next_power_of_2(columns), 4096 if wide else 1024 if rows >= 4096 else 2048)
+    )
     block_n = tuning.get("block_n", 8 if rows >= 4096 else 4 if rows >= 1024 else 2)
     block_n = divisor(block[0], block_n)
     warps = 8 if wide else 2 if rows >= 4096 and data.element_size() == 1 else 4

@@ -14,7 +14,11 @@ def when(call: Call) -> str | None:
     x = call.args[0]
     if reason := unavailable(call.hardware):
         return reason
-    return None if x.dim() == 2 and x.dtype in SUPPORTED else f"serves rows of floats, not {x.dim()} dimensions of {x.dtype}"
+    return (
+        None
+        if x.dim() == 2 and x.dtype in SUPPORTED
+        else f"serves rows of floats, not {x.dim()} dimensions of {x.dtype}"
+    )
 
 
 def run(x: Tensor) -> Tensor:
