@@ -20,7 +20,6 @@ class Dims:
     format: str = ""
     limit: int = 0
     block_scaled: bool = False
-    axis: str = ""
 
 
 @cache
@@ -76,7 +75,7 @@ def _delta_rule(given: Mapping[str, Any]) -> Dims:
 
 
 def _collective(given: Mapping[str, Any]) -> Dims:
-    return Dims({"ranks": given["group"].size}, _format(given["x"]), axis=given["group"].axis)
+    return Dims({"ranks": given["group"].size}, _format(given["x"]))
 
 
 _READERS = {

@@ -79,7 +79,7 @@ def expert_exchange(model: WalkedModel, mesh: Mesh, kernels: list[Kernel]) -> li
     found = []
     for name, element in (("dispatch", DISPATCH_BYTES), ("combine", COMBINE_BYTES)):
         sent = assignments * sizes["hidden"] * element
-        dims = Dims({"ranks": mesh.ep.size, "top_k": sizes["top_k"]}, axis="ep")
+        dims = Dims({"ranks": mesh.ep.size, "top_k": sizes["top_k"]})
         found.append(
             Kernel(
                 name,

@@ -8,8 +8,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from firstlight.predict.kernel_time import KernelTime
 from firstlight.predict.memory import Memory
-from firstlight.predict.step_time import KernelTime, StepModel, StepTime
+from firstlight.predict.step_time import StepModel, StepTime
 from firstlight.predict.what_if import Change
 
 COLOURS = {"memory": "cyan", "compute": "magenta", "link": "yellow", "start": "grey50"}

@@ -14,9 +14,10 @@ import numpy as np
 
 from firstlight.hardware import Hardware
 from firstlight.parallel import Mesh
-from firstlight.predict import constants, links
+from firstlight.predict import constants, links, overlap
 from firstlight.predict.efficiency import GRID, Curve, curve, flat
 from firstlight.predict.floor import expert_row_bytes, padded, padded_experts, peak, product_bytes
+from firstlight.predict.kernel_time import KernelTime
 from firstlight.predict.kernels import INDEX, Kernel, kernels_of
 from firstlight.predict.shape import Numbers, Part, StepShape, distinct_experts
 from firstlight.predict.walk import VARIABLES, WalkedModel
@@ -42,24 +43,6 @@ class Conditions:
     skew: float = 0.0
     two_batch_overlap: bool = False
     tuned: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class KernelTime:
-    """A kernel in a step. All figures are totals over its `count`, seconds, bytes and operations; arrays over the shapes.
-
-    bound: what the floor is made of: "memory", "compute" or "link". spread: standard deviation of ln(seconds).
-    """
-
-    kernel: Kernel
-    seconds: Numbers
-    floor: Numbers
-    flops: Numbers
-    moved: Numbers
-    bound: Sequence[str]
-    origin: str
-    spread: float
-    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +101,22 @@ class StepModel:
 
     def time(self, shape: StepShape) -> StepTime:
         """The time of each step of `shape`."""
-        if self.conditions.two_batch_overlap:
+        if self.conditions.two_batch_overlap and self.mesh.ep.size > 1:
             return self._overlapped(shape)
-        items = self._items(shape)
-        return self._sum(shape, items, hidden=np.zeros(np.shape(shape.tokens)))
+        return self._sum(self._items(shape), hidden=np.zeros(1))
+
+    def _overlapped(self, shape: StepShape) -> StepTime:
+        """The step cut in two halves; see `overlap`."""
+        prefills = shape.prefill.tokens > 0
+        taken = constants.COMMUNICATION_PROCESSORS / self.hardware.multiprocessors if np.any(prefills) else 0.0
+        halves = self._items(overlap.halved(shape), processors=1.0 - taken)
+        memory = self.hardware.bandwidth * constants.STREAM_BANDWIDTH
+        whole = overlap.seconds(halves, self.model.layers, self.model.sparse_layers, prefills, memory)
+        items = [
+            replace(item, seconds=item.seconds * 2, floor=item.floor * 2, flops=item.flops * 2, moved=item.moved * 2)
+            for item in halves
+        ]
+        return self._sum(items, hidden=np.sum([item.seconds for item in items], axis=0) - whole)
 
     def _items(self, shape: StepShape, processors: float = 1.0) -> list[KernelTime]:
         """processors: share of the GPU's processors that compute."""
@@ -265,9 +260,9 @@ class StepModel:
     def _times(self) -> dict[tuple[int, float], Numbers]:
         return {}
 
-    def _sum(self, shape: StepShape, items: list[KernelTime], hidden: Numbers) -> StepTime:
+    def _sum(self, items: list[KernelTime], hidden: Numbers) -> StepTime:
         total = np.sum([item.seconds for item in items], axis=0)
-        launches = sum(item.kernel.launches * item.kernel.count for item in items)
+        launches = np.sum([item.kernel.launches * item.kernel.count * (item.seconds > 0) for item in items], axis=0)
         hidden = np.broadcast_to(hidden, total.shape)
         computed = total - hidden
         if not self.conditions.graph:
@@ -289,63 +284,3 @@ class StepModel:
             by_op[item.kernel.op] = by_op.get(item.kernel.op, np.zeros(1)) + item.seconds * item.spread
         variance = np.sum([np.square(value) for value in by_op.values()], axis=0) / np.square(seconds)
         return np.sqrt(variance + constants.STEP_SPREAD**2)
-
-    def _overlapped(self, shape: StepShape) -> StepTime:
-        """Two halves in turns: while one computes, what the other sends is on its way.
-
-        In a prefill, a layer with experts has four turns: attention beside the other half's dispatch, experts beside dispatch,
-        experts beside combine, attention beside combine; each lasts as long as the longer of the two, and the exchange takes
-        some processors from computing. In a decode it takes none, and attention is cut so that turns are even: a layer lasts
-        as long as both halves compute, or send, or as one of them does both, whichever is longest. (DeepSeek-V3/R1 inference
-        system overview.)
-        """
-        half = _halved(shape)
-        processors = 1.0
-        if np.any(shape.prefill.tokens > 0):
-            processors = 1.0 - constants.COMMUNICATION_PROCESSORS / self.hardware.multiprocessors
-        items = self._items(half, processors)
-        by_turn = {
-            name: np.zeros_like(items[0].seconds) for name in ("attention", "feed_forward", "dispatch", "combine", "")
-        }
-        for item in items:
-            turn = item.kernel.kind if item.kernel.kind in ("dispatch", "combine") else item.kernel.segment
-            by_turn[turn] = by_turn[turn] + item.seconds
-        sparse = max(self.model.sparse_layers, 1)
-        share = sparse / self.model.layers  # of attention and feed-forward time that stands in layers with experts
-        attention, experts = by_turn["attention"] * share / sparse, by_turn["feed_forward"] * share / sparse
-        dispatch, combine = by_turn["dispatch"] / sparse, by_turn["combine"] / sparse
-        contention = self._contention(items) / sparse
-        attention, experts = attention + contention / 2, experts + contention / 2
-        compute, exchange = attention + experts, dispatch + combine
-        uneven = (
-            np.maximum(attention, dispatch)
-            + np.maximum(experts, dispatch)
-            + np.maximum(experts, combine)
-            + np.maximum(attention, combine)
-        )
-        even = np.maximum(np.maximum(2 * compute, 2 * exchange), compute + exchange)
-        turns = np.where(shape.prefill.tokens > 0, uneven, even)
-        rest = 2 * ((by_turn["attention"] + by_turn["feed_forward"]) * (1 - share) + by_turn[""])
-        whole = turns * sparse + rest
-        twice = [
-            replace(item, seconds=item.seconds * 2, floor=item.floor * 2, flops=item.flops * 2, moved=item.moved * 2)
-            for item in items
-        ]
-        hidden = np.sum([item.seconds for item in twice], axis=0) - whole
-        return self._sum(shape, twice, hidden)
-
-    def _contention(self, items: list[KernelTime]) -> Numbers:
-        """Seconds by which the exchange's trips through memory slow what memory bounds beside it."""
-        exchanged = [item for item in items if item.kernel.kind in ("dispatch", "combine")]
-        computing = [item for item in items if item.kernel.kind not in ("dispatch", "combine", "collective")]
-        by_memory = np.sum([item.seconds for item in computing if item.bound[0] == "memory"], axis=0)
-        share = by_memory / np.sum([item.seconds for item in computing], axis=0)
-        moved = np.sum([item.moved for item in exchanged], axis=0) if exchanged else np.zeros(1)
-        return moved / (self.hardware.bandwidth * constants.STREAM_BANDWIDTH) * share
-
-
-def _halved(shape: StepShape) -> StepShape:
-    def half(part: Part) -> Part:
-        return Part(part.requests / 2, part.tokens / 2, part.keys / 2, part.pairs / 2, part.longest)
-
-    return StepShape(half(shape.decode), half(shape.prefill))

@@ -47,8 +47,8 @@ class WalkedCall:
 
     path: of its first occurrence. label: "decode", "prefill", or "" for all rows. inside: the composite ops that it is a part
     of, outermost first, each with the number of that occurrence. cost: coefficients by figure ("read", "flops:bfloat16", ...),
-    each over VARIABLES. limit: how many keys a token sees at most, or 0. passed_on: bytes that only the next part of the
-    composite reads, over VARIABLES: a fused kernel saves them twice.
+    each over VARIABLES. passed_on: bytes that only the next part of the composite reads, over VARIABLES: a fused kernel
+    saves them twice.
     """
 
     op: str
@@ -59,7 +59,6 @@ class WalkedCall:
     dims: Dims
     cost: Mapping[str, Numbers]
     passed_on: Numbers
-    limit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +222,7 @@ def _costs(model: CausalModel, page_size: int, counts: Sequence[int]) -> list[Wa
         count = counts[int(layer[1])] if layer else 1
         args, kwargs = leaf.call
         dims = dims_of(leaf.op, args, kwargs)
-        calls.append(
-            WalkedCall(
-                leaf.op.name, leaf.path, leaf.label, count, leaf.inside, dims, coefficients, passed_on, dims.limit
-            )
-        )
+        calls.append(WalkedCall(leaf.op.name, leaf.path, leaf.label, count, leaf.inside, dims, coefficients, passed_on))
     return calls
 
 
