@@ -25,6 +25,7 @@ FAMILIES = (
     "qwen3_5_text",
     "qwen3_5_text_tied",
     "qwen3_5_moe_text",
+    "deepseek_v3",
 )
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 

@@ -9,7 +9,9 @@ from reference import save_checkpoint
 from firstlight.engine.ranks import decode_plan, encode_plan
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3"]
+)
 def test_two_ranks_give_the_tokens_of_one(name, tmp_path):
     checkpoint = save_checkpoint(name, tmp_path)
     alone = answer(engine(checkpoint), prompts())
