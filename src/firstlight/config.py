@@ -96,3 +96,22 @@ class ServerOptions(Options):
     )
     max_body_mib: int = Field(16, ge=1, le=1024, description="Size of a request's body at most, in MiB.")
     drain_seconds: int = Field(30, ge=0, description="At shutdown, running requests get this long to finish.")
+
+
+def _described(name: str) -> str:
+    return EngineOptions.model_fields[name].description or ""
+
+
+class VerifyOptions(Options):
+    """What is compared with the reference. Names and meanings are those of a run."""
+
+    model: str = Field(description=_described("model"))
+    weights: Literal["auto", "random"] = Field("auto", description=_described("weights"))
+    device: str = Field("auto", description=_described("device"))
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Activations; `auto`: float32 on a CPU, the checkpoint's own on a GPU. The reference is in float32.",
+    )
+    seed: int = Field(0, description="Seed of the token ids, and of random weights.")
+    layers: int = Field(0, ge=0, description="Only this many layers, from the first; 0: as many as memory holds.")
+    op: tuple[str, ...] = Field((), description=_described("op"))

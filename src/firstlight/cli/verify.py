@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
-from pydantic import Field
 
 from firstlight.cli.options import load, options_of
-from firstlight.config import EngineOptions, Options
-
-
-def _description(name: str) -> str:
-    return EngineOptions.model_fields[name].description or ""
-
-
-class VerifyOptions(Options):
-    """What is verified. Names and meanings are those of the options of a run."""
-
-    model: str = Field(description=_description("model"))
-    weights: Literal["auto", "random"] = Field("auto", description=_description("weights"))
-    device: str = Field("auto", description=_description("device"))
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="Activations; `auto`: float32 on a CPU, the checkpoint's own on a GPU. The reference is in float32.",
-    )
-    seed: int = Field(0, description="Seed of the token ids, and of random weights.")
-    layers: int = Field(0, ge=0, description="Only this many layers, from the first; 0: as many as memory holds.")
-    op: tuple[str, ...] = Field((), description=_description("op"))
+from firstlight.config import VerifyOptions
 
 
 @options_of(VerifyOptions)

@@ -62,6 +62,8 @@ class Attention(Module):
             init = "zeros" if zero_centred else "ones"
             self.vector("q_norm", f"{name}.q_norm.weight", head_dim, build.dtype, init=init, group=tp)
             self.vector("k_norm", f"{name}.k_norm.weight", head_dim, build.dtype, init=init, group=tp)
+        self.sinks: torch.Tensor | None = None
+        self.window = 0
         self.cache_spec = PagedSpec(self.kv_heads, head_dim, build.cache_dtype)
         self.prologue = CallSite(attention_prologue)
         self.attend = {kind: CallSite(attention, kind) for kind in ("decode", "prefill")}
@@ -107,6 +109,8 @@ class Attention(Module):
                 max_query=part.max_query,
                 max_context=part.max_context,
                 out=None if out is None else out[part.tokens],
+                sinks=self.sinks,
+                window=self.window,
             )
             if out is None:
                 out = result
