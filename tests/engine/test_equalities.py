@@ -126,6 +126,16 @@ def test_sampling_is_the_same_batched_or_alone(name, checkpoints):
         assert drain(single)["x"] == batched[str(i)]
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-37, 1e-6, 1e-5])
+def test_a_tiny_temperature_is_greedy(temperature, checkpoints):
+    """Logits divided by 1e-40 are infinite in float32."""
+    running = engine(checkpoints("qwen3"))
+    greedy = answer(running, prompts())
+    for top_p in (1.0, 0.9):
+        sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=3, max_tokens=16)
+        assert answer(running, prompts(), sampling) == greedy
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_requests_that_come_and_go_leave_nothing_behind(name, checkpoints):
     running = engine(checkpoints(name), cache_gib=0.004)

@@ -10,6 +10,7 @@ import torch
 from reference import tiny_config
 
 from firstlight.models import FAMILIES, ConfigError, build_model, family
+from firstlight.quant import scheme_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -34,11 +35,82 @@ def test_published_configs_build(path):
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
         ({"layer_types": ["full_attention"]}, "layer_types lists 1 layers"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer type 'sliding_attention' is not supported"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer type 'linear_attention' is not supported; supported: full_"),
+        ({"layer_types": 3}, "layer_types is 3; it must be a list"),
+        ({"model_type": ["llama"]}, "model_type .* is not supported"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most 4096"),
+        ({"hidden_size": 2**70}, "hidden_size is .*; it must be at most"),
+        ({"intermediate_size": None}, "intermediate_size is missing"),
+        ({"rope_interleaved": True}, "rope_interleaved is true"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor is None; it must be a number above 0"),
+        ({"partial_rotary_factor": 2.0}, "partial_rotary_factor is 2.0"),
     ],
 )
 def test_what_is_wrong_is_named(change, message):
     with pytest.raises(ConfigError, match=message):
         build_model(tiny_config("llama") | change, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate is False; supported: True"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'; supported: 'swish'"),
+        ({"linear_num_key_heads": None}, "linear_num_key_heads is missing"),
+        ({"linear_num_key_heads": 10**9}, "linear_num_key_heads is 1000000000; it must be at most"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers is 3; it must be a list"),
+        ({"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size is missing"),
+    ],
+)
+def test_what_is_wrong_with_a_hybrid_is_named(change, message):
+    with pytest.raises(ConfigError, match=message):
+        build_model(tiny_config("qwen3_next") | change, dtype=torch.float32)
+
+
+def test_defaults_are_the_familys():
+    """What transformers takes for a field that isn't there, or null."""
+    config = tiny_config("qwen3_next")
+    config.pop("norm_topk_prob")
+    config.pop("rope_parameters", None)
+    parsed = family(config).parse(config | {"partial_rotary_factor": None})
+    assert parsed.norm_topk_prob
+    assert parsed.rope.dim == parsed.head_dim // 4
+    config = tiny_config("qwen3_moe")
+    del config["head_dim"]
+    assert family(config).parse(config).head_dim == config["hidden_size"] // config["num_attention_heads"]
+
+
+def test_yarn_magnitude_follows_mscale():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    config = tiny_config("qwen3") | {"rope_scaling": scaling, "rope_parameters": None}
+    assert family(config).parse(config).rope.magnitude == 1.0
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ("fp8", "quantization_config is 'fp8'; it must be an object"),
+        ({"quant_method": "compressed-tensors"}, "'compressed-tensors' .* is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "both must be at least 1"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "static"}, "'static' is not supp"),
+    ],
+)
+def test_quantisation_that_is_not_supported_is_named(quantization, message):
+    with pytest.raises(ValueError, match=message):
+        scheme_of({"quantization_config": quantization}, torch.bfloat16)
+
+
+def test_modules_kept_in_high_precision_are_found_under_all_their_names():
+    skip = ["model.language_model.layers.3.self_attn", "o_proj"]
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": skip}
+    scheme = scheme_of({"quantization_config": quantization}, torch.bfloat16)
+    plain = [
+        layer for layer in (3, 4, 33) if scheme.format(f"model.layers.{layer}.self_attn.q_proj.weight").block is None
+    ]
+    assert plain == [3]
+    assert scheme.format("model.layers.4.self_attn.o_proj.weight").block is None
 
 
 def test_sections_of_mrope_must_fit():

@@ -171,12 +171,18 @@ def test_a_signal_drains_and_leaves_nothing(checkpoint: Path, tmp_path: Path, nu
         assert "Traceback" not in server.log
 
 
-def test_the_engine_does_not_outlive_a_killed_server(checkpoint: Path) -> None:
+def test_the_engine_does_not_outlive_a_killed_server(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with running({"model": str(checkpoint)}) as server:
         [pid] = engine_pids(server)
+        directories = [path for path in tmp_path.glob("firstlight-*") if (path / "engine").exists()]
+        assert len(directories) == 1
         server.process.kill()
         server.process.wait(5)
         assert eventually(lambda: not alive(pid), 5.0)
+        assert not directories[0].exists()
 
 
 def test_api_key(checkpoint: Path) -> None:

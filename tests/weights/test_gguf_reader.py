@@ -361,6 +361,7 @@ def test_declared_rope_scaling(tmp_path, more, expected):
 WRONG_METADATA = {
     "missing": ({"block_count": None}, r"llama\.block_count is missing"),
     "zero": ({"attention.head_count": 0}, r"llama\.attention\.head_count: 0 is not a positive integer"),
+    "giant": ({"block_count": 2**31 - 1}, r"llama\.block_count: 2147483647 is not a positive integer up to 4096"),
     "kind": ({"block_count": "many"}, "'many' is not a positive integer"),
     "eps": ({"attention.layer_norm_rms_epsilon": float("nan")}, "nan is not a positive number"),
     "scaling": ({"rope.scaling.type": "longrope"}, "'longrope' is not supported; supported: none, linear, yarn"),

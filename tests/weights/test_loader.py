@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import quantise_checkpoint, stack_experts
 from forward import load
-from reference import save_checkpoint
+from reference import save_checkpoint, tiny_config
 from safetensors.torch import load_file, save_file
 
 from firstlight.errors import CheckpointError
@@ -87,6 +87,45 @@ def test_a_missing_scale_is_a_plain_weight_of_the_wrong_type_only_if_declared(tm
     change(tmp_path, lambda t: t.update({"model.layers.0.self_attn.k_proj.weight_scale_inv": torch.ones(7, 7)}))
     with pytest.raises(CheckpointError, match=r"k_proj\.weight_scale_inv has shape \[7, 7\]"):
         load(tmp_path)
+
+
+def test_fp8_values_without_their_scale_are_refused(tmp_path):
+    quantise_checkpoint(tmp_path, "qwen3", (128, 128), torch.float32)
+    change(tmp_path, lambda t: t.pop("model.layers.0.self_attn.k_proj.weight_scale_inv"))
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight is float8_e4m3fn; .*weight_scale_inv is missing"):
+        load(tmp_path)
+
+
+def test_experts_whose_scales_differ_in_dtype_are_refused(tmp_path):
+    """They share one stack, in which the finer scales would be rounded."""
+    quantise_checkpoint(tmp_path, "qwen3_moe", (128, 128), torch.bfloat16)
+    name = "model.layers.0.mlp.experts.5.down_proj.weight_scale_inv"
+    change(tmp_path, lambda t: t.update({name: t[name].float()}))
+    with pytest.raises(CheckpointError, match=r"5\.down_proj\.weight_scale_inv is float32; the rest .* is bfloat16"):
+        load(tmp_path)
+
+
+def test_a_head_that_is_tied_by_config_only_is_refused(tmp_path):
+    save_checkpoint("smollm2", tmp_path)
+    change(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load(tmp_path)
+    change(tmp_path, lambda t: t["lm_head.weight"].neg_())
+    with pytest.raises(
+        CheckpointError, match=r"tie_word_embeddings, but tensor lm_head\.weight isn't model\.embed_tok"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["mlp.experts.{expert}", "mlp.shared_expert"])
+def test_gate_and_up_in_two_gguf_types_become_plain(part):
+    """A Q4_0 row has as many bytes as a Q4_K row: one read as the other is noise, not an error."""
+    config = tiny_config("qwen3_5_moe_text")
+    names = [f"model.layers.0.{part.replace('{expert}', '0')}.{which}_proj.weight" for which in ("gate", "up")]
+    for second, kept in (("Q4_0", "Q4_0"), ("Q8_0", "float32")):
+        scheme = scheme_of(config, torch.float32, ggml_types=dict(zip(names, ("Q4_0", second), strict=True)))
+        mlp = build_model(config, dtype=torch.float32, scheme=scheme).layers[0].mlp
+        spec = mlp.weight_specs["gate_up_proj" if "experts." in part else "shared_gate_up_proj"]
+        assert spec.format.dtype == kept
 
 
 def weights(model):

@@ -81,7 +81,9 @@ async def _generate(
             async def work() -> None:
                 nonlocal tokens, refused
                 for line in queue:  # shared: each worker takes the next line
-                    answer = await _answer(backend, line, defaults)
+                    # By its place in the input: a run that goes on after a stop draws what it would have drawn.
+                    seed = {"seed": _line_seed(options.seed, line.index)} if options else {}
+                    answer = await _answer(backend, line, seed | defaults)
                     out.write(line, answer)
                     refused += "error" in answer
                     tokens += answer.get("usage", {}).get("completion_tokens", 0)
@@ -95,6 +97,13 @@ async def _generate(
             except BaseExceptionGroup as failures:
                 raise failures.exceptions[0] from None  # the others say the same
             return refused
+
+
+def _line_seed(seed: int, index: int) -> int:
+    import hashlib
+
+    digest = hashlib.blake2b(f"{seed} line {index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest) >> 1
 
 
 async def _answer(backend: Backend, line: InputLine, defaults: dict[str, Any]) -> dict[str, Any]:

@@ -60,10 +60,13 @@ class BoundModel:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of an option; "auto" takes the first GPU if there is one."""
+    """The device of an option; "auto" takes the first GPU if there is one. Raises FirstlightError for no device's name."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise FirstlightError(f"--device {name!r}: there is no such device; use auto, cpu, cuda, cuda:1, ...") from None
 
 
 def resolve_dtype(option: str, config: Mapping[str, Any], hardware: Hardware) -> torch.dtype:

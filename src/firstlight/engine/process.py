@@ -43,6 +43,7 @@ from firstlight.engine.messages import (
     decode_to_engine,
     encode,
 )
+from firstlight.engine.sockets import remove_directory_of
 from firstlight.errors import FirstlightError
 from firstlight.scheduling.errors import RequestRefusedError
 from firstlight.scheduling.request import Request
@@ -171,7 +172,7 @@ def main() -> None:
     address, engine_name = sys.argv[1:]
     options_json = sys.stdin.buffer.readline()
     orphaned = threading.Event()
-    threading.Thread(target=_follow_parent, args=(orphaned,), daemon=True).start()
+    threading.Thread(target=_follow_parent, args=(orphaned, address), daemon=True).start()
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -214,10 +215,11 @@ def _serve(socket: zmq.Socket[bytes], engine_name: str, options_json: bytes, orp
         engine.close()
 
 
-def _follow_parent(orphaned: threading.Event) -> None:
+def _follow_parent(orphaned: threading.Event, address: str) -> None:
     """Wait for the end of stdin, which is the parent's end; then stop the loop, or the process if it doesn't stop."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    remove_directory_of(address)
     orphaned.set()
     threading.Event().wait(ORPHAN_GRACE_SECONDS)
     os._exit(1)

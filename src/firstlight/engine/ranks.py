@@ -15,7 +15,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from typing import Any
 
@@ -27,6 +26,7 @@ import zmq
 from firstlight.config import EngineOptions
 from firstlight.engine.executor import Executor, Pending
 from firstlight.engine.loading import BoundModel, allocate_caches, load_model, resolve_device
+from firstlight.engine.sockets import private_directory, remove_directory_of
 from firstlight.errors import FirstlightError
 from firstlight.parallel import Mesh
 from firstlight.parallel.groups import attach
@@ -35,6 +35,8 @@ from firstlight.scheduling.plan import StepPlan
 
 STOP = b""
 STOP_SECONDS = 5.0
+SEND_MS = 500
+"""Between two looks at whether a rank that takes nothing is still alive."""
 
 
 def encode_plan(plan: StepPlan) -> bytes:
@@ -79,9 +81,11 @@ class Followers:
     """The other ranks' processes, seen from rank 0. `mesh` is rank 0's, with its groups attached."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Starts the processes and waits until all have joined. Raises FirstlightError if one doesn't."""
+        """Starts the processes and waits until all have joined. Raises FirstlightError if one can't."""
         self.size = options.tensor_parallel
-        self._directory = tempfile.mkdtemp(prefix="firstlight-ranks-")
+        if resolve_device(options.device).type == "cuda" and (gpus := torch.cuda.device_count()) < self.size:
+            raise FirstlightError(f"--tensor-parallel {self.size} needs a GPU for each rank; there are {gpus}")
+        self._directory = private_directory("firstlight-ranks-")
         address = f"ipc://{self._directory}/plans"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets = []
@@ -90,6 +94,7 @@ class Followers:
         for rank in range(1, self.size):
             sender = self._context.socket(zmq.PUSH)
             sender.set(zmq.LINGER, 0)
+            sender.set(zmq.SNDTIMEO, SEND_MS)
             sender.bind(f"{address}{rank}")
             self._sockets.append(sender)
             process = subprocess.Popen(
@@ -107,19 +112,27 @@ class Followers:
             raise
 
     def send_geometry(self, geometry: CacheGeometry) -> None:
-        """Tell the others how the cache is split: rank 0's arithmetic holds for all."""
-        data = msgspec.msgpack.encode(geometry)
-        for sender in self._sockets:
-            sender.send(data)
+        """Tell the others how the cache is split: rank 0's arithmetic holds for all. Raises what `send` does."""
+        self._send(msgspec.msgpack.encode(geometry))
 
     def send(self, plan: StepPlan) -> None:
         """Have every follower execute a plan. Raises FirstlightError if one has died."""
+        self._send(encode_plan(plan))
+
+    def _send(self, data: bytes) -> None:
+        self._check_alive()
+        for sender in self._sockets:
+            while True:
+                try:
+                    sender.send(data)
+                    break
+                except zmq.Again:  # it is behind, or dead: a socket without a peer would wait for ever
+                    self._check_alive()
+
+    def _check_alive(self) -> None:
         for rank, process in enumerate(self._processes, start=1):
             if (status := process.poll()) is not None:
                 raise FirstlightError(f"rank {rank} of {self.size} has died (exit status {status}); its log says why")
-        data = encode_plan(plan)
-        for sender in self._sockets:
-            sender.send(data)
 
     def close(self) -> None:
         """End the processes."""
@@ -159,9 +172,10 @@ def _free_port() -> int:
         return port
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(address: str) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    remove_directory_of(address)
     os._exit(1)
 
 
@@ -173,10 +187,12 @@ def follow(address: str, rank: int, store: str, options: EngineOptions) -> None:
     device = rank_device(options, rank)
     mesh = attach(Mesh.of(rank, tp=options.tensor_parallel), rank, store, backend_of(device))
     loaded: BoundModel = load_model(options, mesh, device)
-    geometry = msgspec.msgpack.decode(plans.recv(), type=CacheGeometry)
-    executor = Executor(loaded, allocate_caches(loaded, geometry), options.max_running)
-    while (data := plans.recv()) != STOP:
-        executor.execute(decode_plan(data))
+    data = plans.recv()
+    if data != STOP:  # rank 0 could load the model too
+        geometry = msgspec.msgpack.decode(data, type=CacheGeometry)
+        executor = Executor(loaded, allocate_caches(loaded, geometry), options.max_running)
+        while (data := plans.recv()) != STOP:
+            executor.execute(decode_plan(data))
     context.destroy(linger=0)
     torch.distributed.destroy_process_group()
 
@@ -185,7 +201,7 @@ def main() -> None:
     """Entry point of a follower process."""
     address, rank, store = sys.argv[1:]
     options = EngineOptions.model_validate_json(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
     follow(address, int(rank), store, options)
 
 

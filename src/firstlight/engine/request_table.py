@@ -10,6 +10,10 @@ import numpy as np
 import torch
 
 from firstlight.scheduling.plan import Join, StepPlan
+from firstlight.scheduling.sampling import SamplingParams
+
+COLDEST = 1e-6
+"""Below this a temperature is 0: the tokens are the greedy ones already, and logits divided by less could overflow."""
 
 
 class RequestTable:
@@ -54,12 +58,16 @@ class RequestTable:
             column[rows] = torch.tensor(values, dtype=column.dtype, device=self.device)
 
         put(self.length, [join.cached for join in joins])
-        put(self.temperature, [join.sampling.temperature for join in joins])
+        put(self.temperature, [_temperature(join.sampling) for join in joins])
         put(self.top_k, [join.sampling.top_k for join in joins])
         put(self.top_p, [join.sampling.top_p for join in joins])
         put(self.seed, [join.sampling.seed for join in joins])
         put(self.position_delta, [0] * len(joins))
         for join in joins:
             self.tokens[join.row] = join.tokens
-            self.is_greedy[join.row] = join.sampling.temperature == 0
+            self.is_greedy[join.row] = _temperature(join.sampling) == 0
             self.is_filtered[join.row] = join.sampling.top_k > 0 or join.sampling.top_p < 1
+
+
+def _temperature(sampling: SamplingParams) -> float:
+    return sampling.temperature if sampling.temperature >= COLDEST else 0.0

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from firstlight.models.causal import CausalModel
-from firstlight.models.config import Reader, TextConfig, parse_text, text_section
+from firstlight.models.config import MOST_LAYERS, Reader, TextConfig, parse_text, text_section
 from firstlight.nn.module import Build, Module, Segment, WeightSpec
 from firstlight.nn.sink_attention import SinkAttention
 from firstlight.ops.clamped_experts import clamped_experts
@@ -114,7 +114,7 @@ class Model(CausalModel):
         """Windows by layer, from `layer_types` and `sliding_window`; without the types, every other layer has one."""
         text = text_section(config)
         read = Reader(text)
-        layers = read.integer("num_hidden_layers")
+        layers = read.integer("num_hidden_layers", most=MOST_LAYERS)
         kinds = text.get("layer_types") or [SLIDING if i % 2 == 0 else "full_attention" for i in range(layers)]
         experts = read.integer("num_local_experts")
         plain_text = parse_text({**text, "layer_types": None, "num_experts": experts, "use_sliding_window": False})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from firstlight.models.causal import CausalModel
-from firstlight.models.config import TextConfig, parse_text
+from firstlight.models.config import FULL_ATTENTION, TextConfig, parse_text
 from firstlight.nn.attention import Attention
 from firstlight.nn.mlp import MLP
 from firstlight.nn.module import Build, Module
@@ -18,7 +18,9 @@ class Model(CausalModel):
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> TextConfig:
         """head_dim defaults to hidden_size / num_attention_heads."""
-        return parse_text(config)
+        text = parse_text(config, layer_kinds=(FULL_ATTENTION,))
+        text.require("intermediate_size")
+        return text
 
     def mixer(self, build: Build, name: str, layer: int) -> Module:
         """Grouped-query attention."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from firstlight.models.causal import CausalModel
-from firstlight.models.config import TextConfig, parse_text
+from firstlight.models.config import FULL_ATTENTION, TextConfig, parse_text
 from firstlight.nn.attention import Attention
 from firstlight.nn.mlp import MLP
 from firstlight.nn.module import Build, Module
@@ -18,7 +18,9 @@ class Model(CausalModel):
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> TextConfig:
         """head_dim defaults to 128, whatever the hidden size."""
-        return parse_text(config, head_dim=128)
+        text = parse_text(config, head_dim=128, layer_kinds=(FULL_ATTENTION,))
+        text.require("intermediate_size")
+        return text
 
     def mixer(self, build: Build, name: str, layer: int) -> Module:
         """Grouped-query attention with q/k norm."""

@@ -6,8 +6,19 @@ Qwen3-Next's is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from firstlight.models import qwen3_5
+from firstlight.models.config import TextConfig
 
 
 class Model(qwen3_5.Model):
     """Qwen3_5MoeForConditionalGeneration and Qwen3_5MoeForCausalLM."""
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> TextConfig:
+        """As Qwen3.5's, with experts."""
+        text = super().parse(config)
+        text.require("num_experts")
+        return text

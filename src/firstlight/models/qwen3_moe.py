@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from firstlight.models import qwen3
+from firstlight.models.config import FULL_ATTENTION, TextConfig, parse_text
 from firstlight.nn.mlp import MLP, MoE
 from firstlight.nn.module import Build, Module
 
 
 class Model(qwen3.Model):
     """Qwen3MoeForCausalLM."""
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> TextConfig:
+        """Unlike Qwen3's, head_dim defaults to hidden_size / num_attention_heads."""
+        text = parse_text(config, layer_kinds=(FULL_ATTENTION,))
+        text.require("num_experts", "moe_intermediate_size")
+        if not all(text.sparse_layers):
+            text.require("intermediate_size")
+        return text
 
     def mlp(self, build: Build, name: str, layer: int) -> Module:
         """Softmax over all experts, top k, renormalised where `norm_topk_prob` says so; some layers may be dense."""

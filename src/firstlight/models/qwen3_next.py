@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 from firstlight.models.causal import CausalModel
-from firstlight.models.config import LINEAR_ATTENTION, TextConfig, parse_text
+from firstlight.models.config import LINEAR_ATTENTION, ConfigError, TextConfig, parse_text, text_section
 from firstlight.nn.attention import Attention
 from firstlight.nn.gated_delta_net import GatedDeltaNet
 from firstlight.nn.mlp import MLP, MoE
 from firstlight.nn.module import Build, Module
+
+FIXED = {"attn_output_gate": (True, None), "output_gate_type": ("swish", "silu", None)}
+"""Fields that name a variant of which published models have one: attention with a gate, and SiLU in DeltaNet's."""
 
 
 class Model(CausalModel):
@@ -25,7 +28,18 @@ class Model(CausalModel):
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> TextConfig:
         """head_dim defaults to 256; a quarter of it rotates; every fourth layer is full attention."""
-        text = parse_text({"partial_rotary_factor": 0.25, **config}, head_dim=256)
+        text = parse_text(config, head_dim=256, defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True})
+        for name, legal in FIXED.items():
+            if text_section(config).get(name, legal[0]) not in legal:
+                raise ConfigError(
+                    f"config.json: {name} is {text_section(config)[name]!r}; supported: {', '.join(map(repr, legal))}"
+                )
+        if LINEAR_ATTENTION in text.layer_types:
+            text.require(*(field.name for field in fields(text) if field.name.startswith("linear_")))
+        if any(text.sparse_layers):
+            text.require("moe_intermediate_size", "shared_expert_intermediate_size")
+        if not all(text.sparse_layers):
+            text.require("intermediate_size")
         return replace(text, norm_topk_prob=True) if cls.always_renormalise else text
 
     def mixer(self, build: Build, name: str, layer: int) -> Module:

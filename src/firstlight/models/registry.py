@@ -39,7 +39,7 @@ of row, or some op of theirs has shapes and costs only."""
 def family(config: Mapping[str, Any]) -> type[CausalModel]:
     """The model class of a config. Raises ConfigError, listing what is supported."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
             f"config.json: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )

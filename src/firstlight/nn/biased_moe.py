@@ -50,7 +50,7 @@ class BiasedMoE(MoE):
         if shared:
             prefix = f"{name}.shared_experts"
             parts = tuple(Segment(f"{prefix}.{part}_proj.weight", shared, 1) for part in ("gate", "up"))
-            form = build.scheme.format(parts[0].source)
+            form = self.common_format(build, parts)
             self.declare("shared_gate_up_proj", WeightSpec((2 * shared, hidden), (parts,), form, tp), build.dtype)
             part = Segment(f"{prefix}.down_proj.weight", shared, 1)
             form = build.scheme.format(part.source)

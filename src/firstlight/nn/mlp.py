@@ -56,16 +56,14 @@ class MoE(Module):
         self.first_expert, self.top_k, self.renormalise, self.scoring = held.start, top_k, renormalise, scoring
         router = Segment(f"{name}.gate.weight", experts)
         self.declare("router", WeightSpec((experts, hidden), ((router,),), plain(build.dtype), tp))
-        gate_up, down = _expert_weights(build, name, hidden, experts, intermediate, held)
-        self.declare("gate_up_proj", gate_up, build.dtype)
-        self.declare("down_proj", down, build.dtype)
+        self._declare_experts(build, name, (experts, hidden, intermediate), held)
         self.shared_gate_up_proj: Weight | None = None
         self.shared_down_proj: Weight | None = None
         self.shared_gate: torch.Tensor | None = None
         if shared:
             prefix = f"{name}.shared_expert"
             parts = tuple(Segment(f"{prefix}.{part}_proj.weight", shared, 1) for part in ("gate", "up"))
-            form = build.scheme.format(parts[0].source)
+            form = self.common_format(build, parts)
             self.declare("shared_gate_up_proj", WeightSpec((2 * shared, hidden), (parts,), form, tp), build.dtype)
             part = Segment(f"{prefix}.down_proj.weight", shared, 1)
             form = build.scheme.format(part.source)
@@ -73,6 +71,25 @@ class MoE(Module):
             gate = Segment(f"{name}.shared_expert_gate.weight", 1)
             self.declare("shared_gate", WeightSpec((1, hidden), ((gate,),), plain(build.dtype), tp))
         self.mixture = CallSite(moe)
+
+    def _declare_experts(self, build: Build, name: str, sizes: tuple[int, int, int], held: Share) -> None:
+        """The stacks [E, 2I, H] and [E, H, I], stored as one tensor an expert or as stacks. sizes: E, H, I."""
+        experts, hidden, intermediate = sizes
+        tp, one = build.mesh.tp, f"{name}.experts.{{expert}}"
+        apart = tuple(Segment(f"{one}.{part}_proj.weight", intermediate, 1) for part in ("gate", "up"))
+        stacked = tuple(
+            Segment(
+                f"{name}.experts.gate_up_proj", intermediate, 1, ranges=((i * intermediate, (i + 1) * intermediate),)
+            )
+            for i in range(2)
+        )
+        shape, form = (experts, 2 * intermediate, hidden), self.common_format(build, apart)
+        self.declare("gate_up_proj", WeightSpec(shape, (apart, stacked), form, tp, axis=1, experts=held), build.dtype)
+        forms = tuple(
+            (Segment(source, intermediate, 1),) for source in (f"{one}.down_proj.weight", f"{name}.experts.down_proj")
+        )
+        shape, form = (experts, hidden, intermediate), build.scheme.format(forms[0][0].source)
+        self.declare("down_proj", WeightSpec(shape, forms, form, tp, axis=2, experts=held), build.dtype)
 
     def forward(self, step: StepBatch, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H], a partial sum over tensor-parallel (and expert-parallel) ranks."""
@@ -94,24 +111,3 @@ class MoE(Module):
     router: torch.Tensor
     gate_up_proj: Weight
     down_proj: Weight
-
-
-def _expert_weights(
-    build: Build, name: str, hidden: int, experts: int, intermediate: int, held: Share
-) -> tuple[WeightSpec, WeightSpec]:
-    """Descriptions of the stacks [E, 2I, H] and [E, H, I], stored as one tensor an expert or as stacks."""
-    one = f"{name}.experts.{{expert}}"
-    per_expert = tuple(Segment(f"{one}.{part}_proj.weight", intermediate, 1) for part in ("gate", "up"))
-    fused = tuple(
-        Segment(f"{name}.experts.gate_up_proj", intermediate, 1, ranges=((i * intermediate, (i + 1) * intermediate),))
-        for i in range(2)
-    )
-    form = build.scheme.format(per_expert[0].source)
-    gate_up = WeightSpec(
-        (experts, 2 * intermediate, hidden), (per_expert, fused), form, build.mesh.tp, axis=1, experts=held
-    )
-    down_forms = tuple(
-        (Segment(source, intermediate, 1),) for source in (f"{one}.down_proj.weight", f"{name}.experts.down_proj")
-    )
-    form = build.scheme.format(down_forms[0][0].source)
-    return gate_up, WeightSpec((experts, hidden, intermediate), down_forms, form, build.mesh.tp, axis=2, experts=held)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -177,6 +177,11 @@ class Module(torch.nn.Module):
             spec = replace(spec, format=plain(dtype))
         self.weight_specs[attribute] = spec
         setattr(self, attribute, spec.empty("meta"))
+
+    def common_format(self, build: Build, segments: Sequence[Segment]) -> Format:
+        """The format of a weight that can't be split by format; plain where a checkpoint mixes them (GGUF)."""
+        forms = {build.scheme.format(segment.source) for segment in segments}
+        return forms.pop() if len(forms) == 1 else plain(build.dtype)
 
     def vector(
         self,

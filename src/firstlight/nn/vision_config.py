@@ -13,6 +13,8 @@ Grid = tuple[int, int, int]
 ACTIVATIONS = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
 """`hidden_act` -> how GELU is approximated."""
 
+MOST_BLOCKS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
@@ -65,7 +67,7 @@ class VisionConfig:
                 f"config.json: vision_config.num_position_embeddings is {positions}; it must be the square of a whole number"
             )
         activation = raw.get("hidden_act", "gelu_pytorch_tanh")
-        if activation not in ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
             raise ValueError(
                 f"config.json: vision_config.hidden_act is {activation!r}; supported: {', '.join(sorted(ACTIVATIONS))}"
             )
@@ -75,7 +77,7 @@ class VisionConfig:
                 "only towers without deepstack layers ([]) are supported"
             )
         return cls(
-            depth=_integer(raw, "depth"),
+            depth=_integer(raw, "depth", most=MOST_BLOCKS),
             hidden_size=hidden,
             intermediate_size=_integer(raw, "intermediate_size"),
             num_heads=heads,
@@ -90,12 +92,14 @@ class VisionConfig:
         )
 
 
-def _integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
+def _integer(raw: Mapping[str, Any], field: str, default: int | None = None, most: int = 2**24) -> int:
     value = raw.get(field)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         found = "missing" if value is None else repr(value)
         raise ValueError(f"config.json: vision_config.{field} is {found}; it must be a whole number of at least 1")
+    if value > most:  # a config.json is untrusted
+        raise ValueError(f"config.json: vision_config.{field} is {value}; it must be at most {most}")
     return value
 
 

@@ -38,7 +38,7 @@ class Scheme:
 class BlockFp8(Scheme):
     """`quant_method: fp8` with `weight_block_size`: float8_e4m3fn payload, one scale a block; value = element * scale.
 
-    skip: names (or prefixes of names) that stay in high precision. stored: dtypes of the checkpoint's tensors by name, or
+    skip: modules that stay in high precision, by name or by any whole part of it ("lm_head", "mlp.gate"). stored: dtypes of the checkpoint's tensors by name, or
     None where there is no checkpoint.
     """
 
@@ -52,7 +52,7 @@ class BlockFp8(Scheme):
         if self.stored is not None:
             scale = self.stored.get(probe + SCALE_SUFFIX)
             return plain(self.dtype) if scale is None else self._scaled(scale)
-        if HIGH_PRECISION.search(probe) or any(probe == skip or probe.startswith(skip + ".") for skip in self.skip):
+        if HIGH_PRECISION.search(probe) or any(f".{skip}." in f".{probe}." for skip in self.skip):
             return plain(self.dtype)
         return self._scaled(torch.bfloat16)
 
@@ -84,17 +84,32 @@ def scheme_of(
     """
     if ggml_types is not None:
         return GgufBlocks(dtype, ggml_types)
-    quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    nested = config.get("text_config")
+    quantization = config.get("quantization_config")
+    if not quantization and isinstance(nested, Mapping):
+        quantization = nested.get("quantization_config")
     if not quantization:
         return Scheme(dtype)
+    if not isinstance(quantization, Mapping):
+        raise ValueError(f"config.json: quantization_config is {quantization!r}; it must be an object")
     method = quantization.get("quant_method")
     block = quantization.get("weight_block_size")
-    if method != "fp8" or not block or len(block) != 2:
+    if method != "fp8" or not (isinstance(block, list | tuple) and [type(n) for n in block] == [int, int]):
         raise ValueError(
             f"quantization_config: quant_method {method!r} with weight_block_size {block!r} is not supported; "
             "supported: quant_method 'fp8' with weight_block_size [rows, columns], no quantization, or a GGUF file"
         )
     if quantization.get("fmt", "e4m3") != "e4m3":
         raise ValueError(f"quantization_config: fmt {quantization['fmt']!r} is not supported; supported: 'e4m3'")
-    skip = tuple(quantization.get("modules_to_not_convert") or ())
+    if min(block) < 1:
+        raise ValueError(f"quantization_config: weight_block_size is {block!r}; both must be at least 1")
+    if quantization.get("activation_scheme", "dynamic") not in ("dynamic", None):
+        raise ValueError(
+            f"quantization_config: activation_scheme {quantization['activation_scheme']!r} is not supported; "
+            "supported: 'dynamic'"
+        )
+    skip = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or ()
+    if not isinstance(skip, list | tuple) or not all(isinstance(name, str) for name in skip):
+        raise ValueError("quantization_config: modules_to_not_convert must be a list of names")
+    skip = tuple(name.replace("language_model.", "") for name in skip)  # as the families rename tensors
     return BlockFp8(dtype, (int(block[0]), int(block[1])), skip, stored)

@@ -6,14 +6,11 @@ engine. The child gets a pipe as stdin: options first, then silence for as long 
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -28,12 +25,11 @@ from firstlight.engine.messages import (
     decode_from_engine,
     encode,
 )
+from firstlight.engine.sockets import private_directory
 from firstlight.errors import FirstlightError
 
 ENGINE = "firstlight.engine.engine:Engine"
 """Where the engine's class is found, as `module:name`."""
-LONGEST_IPC_PATH = 100
-"""A unix socket's path may have 107 bytes."""
 SHUTDOWN_SECONDS = 5.0
 """How long the engine gets to end a step and free its devices, before SIGTERM, and again before SIGKILL."""
 
@@ -50,7 +46,7 @@ class EngineProcess:
 
     def __init__(self, options: EngineOptions, engine: str = ENGINE) -> None:
         self._started = False
-        self.directory = _private_directory()
+        self.directory = private_directory("firstlight-")
         address = f"ipc://{self.directory}/engine"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.PAIR)
@@ -142,12 +138,3 @@ class EngineProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _private_directory() -> Path:
-    """A new directory for this user alone, with a path short enough for a socket."""
-    directory = Path(tempfile.mkdtemp(prefix="firstlight-"))  # mode 0700
-    if len(os.fsencode(directory)) > LONGEST_IPC_PATH - len("/engine"):
-        directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="firstlight-", dir="/tmp"))
-    return directory

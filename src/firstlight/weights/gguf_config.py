@@ -17,6 +17,9 @@ from firstlight.weights.stored import bytes_at
 ROPE_FACTORS = "rope_freqs.weight"
 """A tensor that llama files have instead of rope scaling metadata: what each rotary frequency is divided by."""
 
+LARGEST_SIZE, MOST_LAYERS, MOST_HEADS = 2**31 - 1, 4096, 65536
+"""A file is untrusted: lists are made of its layers and heads, so what is beyond these is refused first."""
+
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants of Llama 3's rope scaling, the same in every published model; the factor differs (8 or 32)."""
 
@@ -28,13 +31,15 @@ class _Metadata:
         self.file = file
         self.prefix = architecture + "."
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer. One value per layer is accepted where all are equal."""
+    def count(self, key: str, default: int | None = None, most: int = LARGEST_SIZE) -> int:
+        """A positive integer up to `most`. One value per layer is accepted where all are equal."""
         value = self._value(key, default)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
-        if type(value) is not int or not 0 < value < 2**31:
-            raise CheckpointError(f"{self.file.path}: metadata {self.prefix}{key}: {value!r} is not a positive integer")
+        if type(value) is not int or not 0 < value <= most:
+            raise CheckpointError(
+                f"{self.file.path}: metadata {self.prefix}{key}: {value!r} is not a positive integer up to {most}"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -80,11 +85,11 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 def _common(metadata: _Metadata) -> dict[str, Any]:
     """What all decoder-only architectures say in the same words."""
-    heads = metadata.count("attention.head_count")
+    heads = metadata.count("attention.head_count", most=MOST_HEADS)
     hidden = metadata.count("embedding_length")
     return {
         "hidden_size": hidden,
-        "num_hidden_layers": metadata.count("block_count"),
+        "num_hidden_layers": metadata.count("block_count", most=MOST_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.count("attention.head_count_kv", heads),
         "head_dim": metadata.count("attention.key_length", max(hidden // heads, 1)),
@@ -143,12 +148,18 @@ def _qwen3_moe(metadata: _Metadata) -> dict[str, Any]:
 
 def _qwen3_5(metadata: _Metadata) -> dict[str, Any]:
     """Qwen3.5: the file counts the multi-token-prediction blocks as layers; the configuration doesn't."""
-    value_heads = metadata.count("ssm.time_step_rank")
+    value_heads = metadata.count("ssm.time_step_rank", most=MOST_HEADS)
     sections = metadata.file.metadata.get(metadata.prefix + "rope.dimension_sections")
     if not isinstance(sections, np.ndarray) or sections.dtype.kind not in "iu":
         raise CheckpointError(f"{metadata.file.path}: metadata {metadata.prefix}rope.dimension_sections is missing")
+    blocks = metadata.count("block_count", most=MOST_LAYERS)
     prediction_layers = metadata.file.metadata.get(metadata.prefix + "nextn_predict_layers", 0)
-    layers = metadata.count("block_count") - prediction_layers
+    if type(prediction_layers) is not int or not 0 <= prediction_layers < blocks:
+        raise CheckpointError(
+            f"{metadata.file.path}: metadata {metadata.prefix}nextn_predict_layers: {prediction_layers!r} is not a number "
+            f"of blocks below {blocks}"
+        )
+    layers = blocks - prediction_layers
     interval = metadata.count("full_attention_interval", 4)
     config = {
         "model_type": "qwen3_5_text",
@@ -157,8 +168,8 @@ def _qwen3_5(metadata: _Metadata) -> dict[str, Any]:
         "layer_types": ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)],
         "full_attention_interval": interval,
         "linear_conv_kernel_dim": metadata.count("ssm.conv_kernel"),
-        "linear_key_head_dim": metadata.count("ssm.state_size"),
-        "linear_num_key_heads": metadata.count("ssm.group_count"),
+        "linear_key_head_dim": metadata.count("ssm.state_size", most=MOST_HEADS),
+        "linear_num_key_heads": metadata.count("ssm.group_count", most=MOST_HEADS),
         "linear_num_value_heads": value_heads,
         "linear_value_head_dim": metadata.count("ssm.inner_size") // value_heads,
         "rope_parameters": {

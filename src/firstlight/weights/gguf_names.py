@@ -141,22 +141,30 @@ def _arrangement(name: str, entry: GgufEntry, config: dict[str, Any]) -> Arrange
     if name.endswith("norm") and name != "linear_attn.norm":
         return Arrangement(values=_minus_one)
     if name == "linear_attn.A_log":
-        return Arrangement(rows=_fits(grouped_heads(key_heads, value_heads), entry), values=_log_of_negative)
+        return Arrangement(rows=_grouped(entry, key_heads, value_heads), values=_log_of_negative)
     if name in ("linear_attn.dt_bias", "linear_attn.in_proj_a", "linear_attn.in_proj_b"):
-        return Arrangement(rows=_fits(grouped_heads(key_heads, value_heads), entry))
+        return Arrangement(rows=_grouped(entry, key_heads, value_heads))
     if name == "linear_attn.in_proj_z":
-        return Arrangement(rows=_fits(grouped_heads(key_heads, value_heads, head_dim), entry))
+        return Arrangement(rows=_grouped(entry, key_heads, value_heads, head_dim))
     if name in ("linear_attn.in_proj_qkv", "linear_attn.conv1d"):
         queries_and_keys = 2 * key_heads * config["linear_key_head_dim"]
-        values = grouped_heads(key_heads, value_heads, head_dim) + queries_and_keys
-        rows = _fits(torch.cat((torch.arange(queries_and_keys), values)), entry)
         shape = (entry.shape[0], 1, entry.shape[-1]) if name.endswith("conv1d") else None
-        return Arrangement(shape=shape, rows=rows)
+        return Arrangement(shape=shape, rows=_grouped(entry, key_heads, value_heads, head_dim, first=queries_and_keys))
     if name == "linear_attn.out_proj":
-        return Arrangement(columns=_fits(grouped_heads(key_heads, value_heads, head_dim), entry, dimension=-1))
+        return Arrangement(columns=_grouped(entry, key_heads, value_heads, head_dim, dimension=-1))
     if name == "mlp.shared_expert_gate":
         return Arrangement(shape=(1, entry.shape[-1]))
     return Arrangement()
+
+
+def _grouped(
+    entry: GgufEntry, key_heads: int, value_heads: int, head_dim: int = 1, *, first: int = 0, dimension: int = 0
+) -> Tensor | None:
+    """The order that groups value heads after `first` rows (or columns); None where `_fits` has it."""
+    if entry.shape[dimension] != first + value_heads * head_dim:  # before anything is made of sizes that a file claims
+        return None
+    heads = grouped_heads(key_heads, value_heads, head_dim) + first
+    return _fits(torch.cat((torch.arange(first), heads)), entry, dimension)
 
 
 def _fits(order: Tensor, entry: GgufEntry, dimension: int = 0) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch
 from firstlight.errors import CheckpointError
 from firstlight.models.causal import CausalModel
 from firstlight.nn.module import Module, Piece, Segment, WeightSpec
-from firstlight.quant import PLAIN, SCALE_SUFFIX, Packed, Weight, repack
+from firstlight.quant import PLAIN, SCALE_SUFFIX, Packed, Weight, dtype_name, repack
 from firstlight.weights.freed_memory import release_freed_memory
 from firstlight.weights.stored import Range, StoredTensor
 
@@ -90,6 +90,8 @@ class _Loader:
             more = f" (and {len(missing) - 1} more of this weight)" if len(missing) > 1 else ""
             raise CheckpointError(f"tensor {missing[0]} is missing from the checkpoint{more}")
         self._check_shapes(spec, form)
+        for name in self._names(spec, form):
+            self._check_dtype(spec, name)
         self.used.update(self._names(spec, form))
         return form
 
@@ -129,10 +131,27 @@ class _Loader:
         if seen != expected:
             raise CheckpointError(f"tensor {name} has shape {list(stored)}; the model needs {list(expected)}")
 
+    def _check_dtype(self, spec: WeightSpec, name: str) -> None:
+        """Copying would convert in silence: FP8 without its scales, integers that stand for something else."""
+        stored, form = self.tensors[name], spec.format
+        scale = form.block is not None and name.endswith(SCALE_SUFFIX)
+        if form.is_plain:
+            if not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
+                missing = f"; tensor {name}{SCALE_SUFFIX} is missing" if stored.dtype.itemsize == 1 else ""
+                raise CheckpointError(
+                    f"tensor {name} is {dtype_name(stored.dtype)}; the model needs float16, bfloat16 or float32{missing}"
+                )
+            return
+        found = stored.ggml_type if form.block is None else dtype_name(stored.dtype)
+        expected = form.scale_dtype if scale else form.dtype
+        if found != expected:
+            raise CheckpointError(f"tensor {name} is {found}; the rest of its weight is {expected}")
+
     def check_leftovers(self, model: CausalModel) -> None:
         """Raises CheckpointError for a tensor that no module asks for and the family doesn't name as unused."""
         patterns = [re.compile(pattern) for pattern in model.ignored]
         if model.config.tie_word_embeddings:
+            self._check_tied(model)
             patterns.append(re.compile(r"^lm_head\.weight(_scale_inv)?$"))
         for name in self.tensors:
             if name not in (self.used or ()) and not any(pattern.search(name) for pattern in patterns):
@@ -140,6 +159,16 @@ class _Loader:
                     f"tensor {self.tensors[name].name} is in the checkpoint, but the model has no use for it; "
                     "is config.json the one that belongs to these weights?"
                 )
+
+    def _check_tied(self, model: CausalModel) -> None:
+        """A tied head that is stored all the same must be the embedding."""
+        head = self.tensors.get("lm_head.weight")
+        embedding = self.tensors[model.embed_tokens.weight_specs["weight"].segments[0].source]
+        if head is not None and (head.shape != embedding.shape or not torch.equal(head.load(), embedding.load())):
+            raise CheckpointError(
+                f"config.json says tie_word_embeddings, but tensor {head.name} isn't {embedding.name}; "
+                "set tie_word_embeddings to false if the head is its own"
+            )
 
     def fill(self, spec: WeightSpec, form: tuple[Segment, ...]) -> Weight:
         """This rank's part of a weight, on the device."""
