@@ -41,7 +41,9 @@ class Executor:
     def __init__(self, loaded: BoundModel, pool: CachePool, rows: int, poison: bool = False) -> None:
         """rows: running requests at most. poison: fill null rows, and all pages and slots at first, with NaN (tests)."""
         self.loaded, self.pool = loaded, pool
-        self.table = RequestTable(rows + 1, -(-loaded.max_context // pool.page_size), loaded.device)
+        # A request never has more pages than there are, however long a context the model allows.
+        columns = min(-(-loaded.max_context // pool.page_size), pool.pages)
+        self.table = RequestTable(rows + 1, columns, loaded.device)
         if poison:
             pool.poison(range(pool.pages), range(pool.slots))
 

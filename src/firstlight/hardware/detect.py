@@ -18,13 +18,13 @@ CPU_FEATURES = (
 
 
 def detect(device: str) -> Hardware:
-    """The description of `device` ("cpu", "cuda", "cuda:1"). Raises RuntimeError if it isn't there."""
+    """The description of `device` ("cpu", "cuda", "cuda:1"). Raises ValueError if it isn't there."""
     if device == "cpu":
         return describe_cpu()
     import torch
 
     if not torch.cuda.is_available():
-        raise RuntimeError(
+        raise ValueError(
             f"device {device!r} was asked for, but torch {torch.__version__} sees no GPU; use --device cpu"
         )
     properties = torch.cuda.get_device_properties(device)
