@@ -26,7 +26,7 @@ demo: $(VENV)/run.stamp  ## Serve SmolLM2-135M-Instruct and ask it two questions
 
 test: lint test-fast  ## Linter, type checker and all tests but the slow ones
 
-test-fast: $(VENV)/dev.stamp
+test-fast: $(VENV)/dev.stamp  ## The tests alone, without the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-slow: $(VENV)/dev.stamp  ## Checks that take minutes: fault injection, soak, real weights

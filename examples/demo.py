@@ -8,13 +8,16 @@ Fails (exit status 1) unless the capital of France is Paris.
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import openai
 
@@ -131,12 +134,16 @@ def main() -> int:
     finally:
         if server is not None:
             stop(server.process)
+    program = Path(sys.executable).with_name("firstlight")
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "temperature": 0}
     print(
         f"""
 It works. To go on:
-  firstlight serve {path}
-  curl http://127.0.0.1:8000/v1/chat/completions -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'
-  firstlight chat {path}
+  {shlex.join([str(program), "chat", path])}
+  {shlex.join([str(program), "serve", path])}    # and in another terminal:
+  curl http://127.0.0.1:8000/v1/chat/completions -d '{json.dumps(body)}'
   docs/server.md says what the API can do."""
     )
     return 0

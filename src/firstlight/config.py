@@ -6,6 +6,7 @@ environment variable `FIRSTLIGHT_<FIELD>` (upper case). A malformed or unknown v
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -43,7 +44,7 @@ class EngineOptions(Options):
         description="Directory with config.json and safetensors, a .gguf file, or a config.json (with --weights random)."
     )
     weights: Literal["auto", "random"] = Field(
-        "auto", description="`random`: seeded random weights, made on the device, for any config."
+        "auto", description="`random`: seeded random weights, made on the device, for any supported config."
     )
     device: str = Field("auto", description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes the first GPU if there is one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -89,7 +90,8 @@ class ServerOptions(Options):
     port: int = Field(8000, ge=0, le=65535, description="Port; 0: any free one, printed at start.")
     api_key: str | None = Field(None, description="Clients must send `Authorization: Bearer KEY`.")
     served_name: str | None = Field(
-        None, description="The model's name in the API; default: its directory or file name."
+        None,
+        description="The model's name in the API; default: its directory's name, or its file's without .gguf or .json.",
     )
     max_waiting: int = Field(
         4096, ge=1, description="Requests waiting, beyond --max-running, at most; one more gets a 429."
@@ -115,3 +117,13 @@ class VerifyOptions(Options):
     seed: int = Field(0, description="Seed of the token ids, and of random weights.")
     layers: int = Field(0, ge=0, description="Only this many layers, from the first; 0: as many as memory holds.")
     op: tuple[str, ...] = Field((), description=_described("op"))
+
+
+KINDS: tuple[type[Options], ...] = (EngineOptions, ServerOptions, VerifyOptions)
+
+
+def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables with our prefix that set no option of any kind, each with the nearest one that does."""
+    legal = {ENVIRONMENT_PREFIX + name.upper() for kind in KINDS for name in kind.model_fields}
+    unknown = sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in legal)
+    return {name: difflib.get_close_matches(name, sorted(legal), n=1, cutoff=0)[0] for name in unknown}

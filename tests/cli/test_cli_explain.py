@@ -6,19 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+from firstlight.predict.report import amount, counted, duration
+
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
-def explain(*arguments):
+def explain(*arguments, columns=160):
     command = [sys.executable, "-m", "firstlight", "explain", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={"COLUMNS": "160", "PATH": ""})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={"COLUMNS": str(columns), "PATH": ""}
+    )
 
 
 def test_a_step_is_explained():
     shown = explain(CONFIGS / "Qwen3.5-35B-A3B.json", "--gpu", "h200", "--batch", 64, "--context", 4096)
     assert shown.returncode == 0, shown.stderr
     for wanted in (
-        "80 % interval",
+        "80% interval",
         "no implementation takes less",
         "per million tokens",
         "experts",
@@ -59,3 +63,23 @@ def test_mistakes_end_in_one_line():
         assert shown.returncode == 1
         assert reason in shown.stderr
         assert len(shown.stderr.strip().splitlines()) == 1
+
+
+def test_nothing_is_cut_off_in_a_pipe():
+    shown = explain(CONFIGS / "Qwen3.5-35B-A3B.json", "--batch", 1, columns=80)
+    assert shown.returncode == 0, shown.stderr
+    assert "…" not in shown.stdout
+    assert "1 request at 4,096 tokens" in shown.stdout
+    assert any(line.split()[:2] == ["linear", "in_proj_qkvz"] for line in shown.stdout.splitlines())
+
+
+def test_figures_have_three_digits():
+    assert [duration(seconds) for seconds in (2.5, 0.0123, 0.9999e-3, 68e-9, 0)] == [
+        "2.50 s",
+        "12.3 ms",
+        "1.00 ms",
+        "68 ns",
+        "<1 ns",
+    ]
+    assert [amount(value, "B") for value in (408, 999.9e6, 20e6, 1)] == ["408 B", "1.00 GB", "20.0 MB", "1 B"]
+    assert [counted(number, "page") for number in (1, 2911)] == ["1 page", "2,911 pages"]

@@ -122,7 +122,7 @@ def test_refused_lines_do_not_stop_the_others(
         assert said in message
     assert refused[4]["id"] == "n"
     assert fine["text"] == "fine"
-    assert "8 lines were refused" in capsys.readouterr().err
+    assert "1 answer, 8 refused" in capsys.readouterr().err
 
 
 def test_generate_goes_on_where_it_stopped(
@@ -153,6 +153,35 @@ def test_generate_goes_on_where_it_stopped(
     whole = answers.read_text()
     assert firstlight(monkeypatch, *command) == 0, "nothing is left to do"
     assert answers.read_text() == whole
+
+
+def test_refused_lines_are_tried_again(
+    where: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the next run, with the input mended or not; what has an answer is left alone."""
+    prompts, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    command = ("generate", *where, "-i", str(prompts), "-o", str(answers), "--temperature", "0")
+    good, bad = {"prompt": "good"}, {"id": "bad", "prompt": "abcdef", "n": 2}
+    write(prompts, [good, bad, "{not json"])
+    for _ in range(2):
+        assert firstlight(monkeypatch, *command) == 1
+        assert "1 answer, 2 refused" in capsys.readouterr().err
+    assert len(read(answers)) == 5
+    write(prompts, [good, {"id": "bad", "prompt": "mended"}, {"prompt": "mended, too"}])
+    for _ in range(2):
+        assert firstlight(monkeypatch, *command) == 0
+        assert [answer["text"] for answer in read(answers) if "error" not in answer] == [
+            "good",
+            "mended",
+            "mended, too",
+        ]
+        assert len(read(answers)) == 7
+
+
+def test_the_last_line_of_a_request_counts(tmp_path: Path) -> None:
+    lines = [{"index": 0, "text": "a"}, {"index": 1, "id": "x", "error": {}}, {"index": 0, "error": {}}]
+    with OutputFile(write(tmp_path / "out.jsonl", [*lines, {"index": 1, "id": "x", "text": "b"}])) as out:
+        assert out.done == {("id", "x")}
 
 
 def test_generate_through_a_server_is_offline_work(
@@ -203,6 +232,34 @@ def test_chat(where: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "16 tokens, first after" in shown.err
     assert "/clear forgets the conversation" in shown.err
     assert "refused: `messages` has" in shown.err
+
+
+def test_chat_without_a_tokenizer_ends_before_the_first_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("not read\n"))
+    assert firstlight(monkeypatch, "chat", *local(tmp_path, monkeypatch)) == 2
+    assert capsys.readouterr().err == (
+        f"firstlight: error: {tmp_path}: this checkpoint has no tokenizer: it takes token ids only, "
+        "through /v1/completions with return_token_ids\n"
+    )
+    assert sys.stdin.read() == "not read\n"
+
+
+def test_statistics_of_a_piped_chat_have_a_line_of_their_own(server: RunningServer) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "firstlight", "chat", "--url", server.url, "--temperature", "0"],
+        input="hello\n",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "NO_COLOR": "1", "TERM": "dumb", "PYTHONUNBUFFERED": ""},
+        text=True,
+        timeout=60,
+    )
+    answer, statistics = done.stdout.splitlines()
+    assert answer == "hello"
+    assert "tokens, first after" in statistics
 
 
 def test_chat_keeps_the_conversation(

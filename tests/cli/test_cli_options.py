@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from firstlight.cli.options import error_lines
-from firstlight.config import EngineOptions, ServerOptions
+from firstlight.config import EngineOptions, ServerOptions, VerifyOptions, unknown_variables
 
 HEAVY = ("torch", "transformers", "fastapi", "uvicorn", "starlette", "zmq", "tokenizers", "numpy", "safetensors")
 
@@ -81,6 +81,20 @@ def test_wrong_options(arguments: list[str], environment: dict[str, str], lines:
     done = run("serve", *arguments, environment=environment)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"firstlight: error: {line}" for line in lines]
+
+
+def test_unknown_variables_are_errors_that_name_the_nearest_option() -> None:
+    done = run("serve", "m", environment={"FIRSTLIGHT_MAX_RUNING": "7", "FIRSTLIGHT_THREAD": "x"})
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"firstlight: error: FIRSTLIGHT_{name} sets no option; unset it, or set FIRSTLIGHT_{nearest} if that is meant"
+        for name, nearest in (("MAX_RUNING", "MAX_RUNNING"), ("THREAD", "THREADS"))
+    ]
+
+
+def test_every_field_is_a_known_variable() -> None:
+    names = [*EngineOptions.model_fields, *ServerOptions.model_fields, *VerifyOptions.model_fields]
+    assert unknown_variables({f"FIRSTLIGHT_{name.upper()}": "" for name in names} | {"PATH": ""}) == {}
 
 
 def test_the_command_line_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,3 +383,13 @@ def test_plain_avx512_code_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(providers.rms_norm(x, weight=normal(96, seed=2), eps=1e-6), norm)
     special = torch.tensor([[NAN, 3.4e38, -0.0, 1.00390625]])
     assert torch.equal(providers.silu_mul(torch.cat((special, torch.ones(1, 4)), 1).to(BF16)).isnan(), special.isnan())
+
+
+def test_compiling_is_announced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "compiler", lambda: "g++")
+    monkeypatch.setattr(build, "run_compiler", lambda command: Path(command[-1]).touch())
+    with caplog.at_level("INFO"):
+        build.build(tmp_path / "kernels" / "module.so")
+    assert "compiling the CPU kernels, once (about 5 s)" in caplog.text

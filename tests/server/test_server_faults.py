@@ -222,6 +222,37 @@ def test_a_port_in_use_is_an_error_that_says_so() -> None:
             listen(ServerOptions(port=port))
 
 
+def test_an_engine_that_is_told_to_end_while_it_ends_stays_quiet(tmp_path: Path) -> None:
+    """It could not start, and is in its exit handlers when SIGTERM comes: no traceback joins the error."""
+    (tmp_path / "slow_to_leave.py").write_text(
+        """
+import atexit, pathlib, time
+def leave():
+    pathlib.Path(__file__).with_name("leaving").touch()
+    time.sleep(1)
+def engine(options):
+    atexit.register(leave)
+    raise ValueError("no such provider")
+"""
+    )
+    script = """
+import pathlib, sys, time
+from firstlight.config import EngineOptions
+from firstlight.server.spawn import EngineFailedError, EngineProcess
+with EngineProcess(EngineOptions(model="m"), "slow_to_leave:engine") as process:
+    try:
+        process.wait_started()
+    except EngineFailedError as error:
+        print(error, file=sys.stderr)
+    while not pathlib.Path(sys.argv[1], "leaving").exists():
+        time.sleep(0.01)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "no such provider\n")
+
+
 def test_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with running({"model": str(tmp_path)}, {"served_name": "bare"}) as server:
@@ -242,8 +273,12 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
             error = server.post("/v1/completions", json=fields).json()["error"]
             assert error["code"] == "no_tokenizer"
             assert error["param"] == name
-        error = server.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], **ids}).json()
-        assert error["error"]["code"] == "no_tokenizer"
+        for fields in ({}, ids):
+            messages = [{"role": "user", "content": "a"}]
+            error = server.post("/v1/chat/completions", json={"messages": messages, **fields}).json()["error"]
+            assert (error["code"], error["param"]) == ("no_tokenizer", "messages")
+            assert "return_token_ids" not in error["message"]
+        assert server.log.count("this checkpoint has no tokenizer: it takes token ids only") == 1
 
 
 def test_a_long_prompt_does_not_stop_the_others(checkpoint: Path) -> None:

@@ -126,3 +126,9 @@ def test_a_model_is_called_by_its_directory_or_file(tmp_path: Path) -> None:
     assert model_name(str(tmp_path / "Some-Model")) == "Some-Model"
     assert model_name(str(tmp_path / "Some-Model" / "config.json")) == "Some-Model"
     assert model_name("model.gguf") == "model.gguf"
+
+
+def test_a_family_that_is_predicted_only_is_refused() -> None:
+    status, output = run(str(TINY_CONFIGS / "gpt_oss.json"), "--weights", "random", "--device", "cpu")
+    assert status == 2
+    assert "models of type 'gpt_oss' can be predicted (firstlight explain), not run yet" in output

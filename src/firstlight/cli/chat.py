@@ -47,6 +47,8 @@ def _chat(
     from firstlight.cli.backend import RequestError, open_backend
 
     console = Console(highlight=False, markup=False, stderr=True)
+    if options:
+        _need_tokenizer(options.model)
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     # The event loop runs while the model answers, not while the user types: Ctrl-C then means what it always does.
@@ -76,6 +78,17 @@ def _chat(
             runner.run(opening.__aexit__(None, None, None))
 
 
+def _need_tokenizer(model: str) -> None:
+    import sys
+
+    from firstlight.server.service import NO_TOKENIZER
+    from firstlight.weights.tokenizer import load_tokenizer
+
+    if load_tokenizer(model) is None:
+        print(f"firstlight: error: {model}: {NO_TOKENIZER}", file=sys.stderr)
+        raise typer.Exit(2)
+
+
 async def _answer(backend: Backend, fields: dict[str, Any], console: Any) -> str:
     """Print an answer as it comes; returns it."""
     begin = time.monotonic()
@@ -89,7 +102,7 @@ async def _answer(backend: Backend, fields: dict[str, Any], console: Any) -> str
                 first = first or time.monotonic()
                 texts.append(text)
                 print(text, end="", flush=True)
-    print()
+    print(flush=True)  # before the line below, which goes to stderr
     tokens = usage.get("completion_tokens", 0)
     if tokens > 1 and first:
         rate = (tokens - 1) / max(time.monotonic() - first, 1e-9)

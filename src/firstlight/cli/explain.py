@@ -43,8 +43,7 @@ def command(
     """Predict a step from the model's own code: a table by kernel, a picture, and what changes would give."""
     from dataclasses import replace
 
-    from rich.console import Console
-
+    from firstlight.cli.tables import table_console
     from firstlight.errors import FirstlightError
     from firstlight.models.registry import PREDICTED_ONLY
     from firstlight.predict import report
@@ -55,7 +54,7 @@ def command(
     from firstlight.predict.step_time import Conditions
     from firstlight.predict.what_if import changes
     from firstlight.step import Bucket
-    from firstlight.weights.checkpoint import open_checkpoint
+    from firstlight.weights.checkpoint import GgufCheckpoint, open_checkpoint
 
     if not batch and not prefill:
         raise FirstlightError("--batch 0 --prefill 0: an empty step; give at least one of them")
@@ -65,7 +64,8 @@ def command(
     if dollars:
         hardware = replace(hardware, dollars_per_hour=dollars)
     layout = Layout(tp, dp, ep, fp8_weights, fp8_head, fp8_kv, bf16_state)
-    config = open_checkpoint(model).config
+    checkpoint = open_checkpoint(model)
+    config = checkpoint.config
     try:
         built = build(config, layout)
     except ValueError as error:
@@ -80,12 +80,20 @@ def command(
         shape = shape + StepShape.of_prefill(prefill / length, length, prompt - length)
     step = priced.time(shape)
 
-    console = Console()
+    console = table_console()
     if config.get("model_type") in PREDICTED_ONLY:
         console.print(f"Model type {config['model_type']} can be predicted, not run yet.", style="yellow")
     console.print(
-        f"{hardware.name}, {priced.mesh.size} of them: {batch} requests at {context} tokens, {prefill} prompt tokens"
+        (hardware.name if priced.mesh.size == 1 else f"{priced.mesh.size} of {hardware.name}")
+        + (f", {report.counted(batch, 'request')} at {report.counted(context, 'token')}" if batch else "")
+        + (f", {report.counted(prefill, 'prompt token')}" if prefill else "")
     )
+    if isinstance(checkpoint, GgufCheckpoint):
+        console.print(
+            "Priced with bfloat16 weights, not with the GGUF file's packed blocks"
+            + ("; FP8 where asked for." if fp8_weights or fp8_head else "."),
+            style="yellow",
+        )
     gained = 1.0
     if drafts:
         guess = Speculation(drafts, acceptance)
@@ -99,7 +107,7 @@ def command(
             overhead=step.overhead + spent,
         )
         console.print(
-            f"{drafts} drafts a step, made in {report.duration(float(spent[0]))}: {gained:.2f} tokens a step and request"
+            f"{report.counted(drafts, 'draft')} a step, made in {report.duration(float(spent[0]))}: {gained:.2f} tokens a step and request"
         )
     for line in report.summary(step, priced, batch + prefill, batch, gained):
         console.print(line)
@@ -109,6 +117,9 @@ def command(
         )
     )
     console.print(report.step_table(step))
+    for line in report.legend(step):
+        console.print(line)
+    console.print()
     for bar in report.picture(step):
         console.print(bar)
     if what_if and not drafts:

@@ -25,15 +25,20 @@ def command(
     output: Annotated[Path, typer.Option("--output", "-o", help="JSONL: an answer a line; lines it has are kept.")],
     url: Annotated[str | None, typer.Option(help="Ask the server at this URL instead of loading a model.")] = None,
     api_key: Annotated[str | None, typer.Option(help="The key of that server.", envvar="FIRSTLIGHT_API_KEY")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="For lines that have none.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="For lines that have none.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="For lines that have none (default: 16 for `prompt`, all that fits for `messages`)."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="For lines that have none (default: 1.0; 0: always the likeliest token).")
+    ] = None,
     parallel: Annotated[int, typer.Option(min=1, max=4096, help="Requests at once.")] = 256,
 ) -> None:
     """Answer a file of prompts, as fast as the model allows.
 
     A line has `prompt`, `messages` or `prompt_token_ids`, any sampling field of the API, and an `id` if you like.
     Answers are written as they come, with the line's number as `index` and its `id`. Run the same command again to go
-    on after a stop.
+    on after a stop, and to try refused lines again.
     """
     options = None if url else load(EngineOptions, given)
     import asyncio
@@ -46,10 +51,15 @@ def command(
     with OutputFile(output) as out:
         lines = [line for line in read_lines(input) if line.key not in out.done]
         if out.done:
-            print(f"firstlight: {len(out.done)} answers are there already, {len(lines)} to go", file=sys.stderr)
+            there = "1 answer is" if len(out.done) == 1 else f"{len(out.done)} answers are"
+            print(f"firstlight: {there} there already, {len(lines)} to go", file=sys.stderr)
         errors = asyncio.run(_generate(options, url, api_key, lines, out, defaults, parallel)) if lines else 0
     if errors:
-        print(f"firstlight: {errors} lines were refused; see `error` in {output}", file=sys.stderr)
+        answers = len(out.done) + len(lines) - errors
+        print(
+            f"firstlight: {answers} answer{'s' * (answers != 1)}, {errors} refused; see `error` in {output}",
+            file=sys.stderr,
+        )
         raise typer.Exit(1)
 
 

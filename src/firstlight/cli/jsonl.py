@@ -2,7 +2,7 @@
 
 An answer belongs to its line by `id`, or by the line's number if it has none. Answers are appended whole, one write
 each, so that a run that was stopped, however, leaves whole lines and at most one torn one at the end, which the next
-run cuts off.
+run cuts off. The last line of a request counts. A refused one is tried again by the next run, which may then add another.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _input_line(index: int, text: bytes) -> InputLine:
 class OutputFile:
     """Answers, appended. A context manager; only one process at a time may have the file.
 
-    done: the keys of the answers that were there.
+    done: the keys of the answers that were there; refused lines, which have `error`, are not among them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -137,7 +137,11 @@ class OutputFile:
                 whole_bytes += len(text)
                 try:
                     answer = json.loads(text)
-                    self.done.add(("id", answer["id"]) if "id" in answer else ("index", answer["index"]))
+                    key: Key = ("id", answer["id"]) if "id" in answer else ("index", answer["index"])
+                    if "error" in answer:
+                        self.done.discard(key)
+                    else:
+                        self.done.add(key)
                 except (ValueError, KeyError, TypeError):
                     raise FileError(
                         f"{self.path}, line {number} was not written by `generate`; choose another file"

@@ -20,13 +20,13 @@ def command(
 ) -> None:
     """Show the provider bound to each op of a model, and why the others were refused. Loads no weights."""
     options = load(EngineOptions, given)
-    from rich.console import Console
-
-    from firstlight.engine.ops_report import ops_table
+    from firstlight.cli.tables import table_console
+    from firstlight.engine.ops_report import ops_report
     from firstlight.errors import FirstlightError
     from firstlight.hardware import GPUS
 
     if gpu and gpu.lower() not in GPUS:
         raise FirstlightError(f"--gpu {gpu}: not described; described are {', '.join(sorted(GPUS))}")
-    for part in ops_table(options, GPUS.get(gpu.lower()), every_site=sites):
-        Console().print(part)
+    console = table_console()
+    for part in ops_report(options, GPUS.get(gpu.lower()), every_site=sites):
+        console.print(part)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -16,7 +17,7 @@ import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from firstlight.config import ENVIRONMENT_PREFIX, Options
+from firstlight.config import ENVIRONMENT_PREFIX, Options, unknown_variables
 
 ARGUMENTS = frozenset({"model"})
 """Fields that are given by position."""
@@ -37,6 +38,7 @@ def options_of(*kinds: type[Options]) -> Callable[[Callable[..., None]], Callabl
 
         @functools.wraps(command)
         def wrapper(**values: Any) -> None:
+            _check_environment()
             given = {name: value for name in fields if (value := values.pop(name)) not in (None, [])}
             command(given, **values)
 
@@ -58,6 +60,17 @@ def load(kind: type[Kind], given: dict[str, Any]) -> Kind:
         for line in error_lines(error):
             print(f"firstlight: error: {line}", file=sys.stderr)
         raise typer.Exit(2) from None
+
+
+def _check_environment() -> None:
+    """Exits with status 2 if a variable looks like an option and is none: a typo is not ignored in silence."""
+    if unknown := unknown_variables(os.environ):
+        for name, nearest in unknown.items():
+            print(
+                f"firstlight: error: {name} sets no option; unset it, or set {nearest} if that is meant",
+                file=sys.stderr,
+            )
+        raise typer.Exit(2)
 
 
 def error_lines(error: ValidationError) -> list[str]:

@@ -49,7 +49,8 @@ def command(
     name = model_name(options.model)
     report = as_json(name, subject, findings)
     console = Console()
-    head = f"{name}: {report['layers']} layers in {report['dtype']} on {report['device']}; {report['reference']}\n"
+    layers = "1 layer" if report["layers"] == 1 else f"{report['layers']} layers"
+    head = f"{name}: {layers} in {report['dtype']} on {report['device']}; {report['reference']}\n"
     console.print(head, markup=False, highlight=False, soft_wrap=True)
     console.print(full_table(findings) if all else summary_table(subject, findings))
     console.print()

@@ -72,11 +72,12 @@ class Engine:
             "family": loaded.model.config.model_type,
             "device": f"{loaded.device} ({loaded.hardware.name})",
             "dtype": str(loaded.dtype).removeprefix("torch."),
-            "pages": f"{geometry.pages} of {geometry.page_size} tokens, {geometry.page_bytes:,} bytes each",
+            "cache": f"{geometry.pages:,} pages of {geometry.page_size} tokens ({geometry.page_bytes:,} bytes each)",
         }
         if geometry.has_state:
-            facts["slots"] = (
-                f"{geometry.slots} of {geometry.slot_bytes:,} bytes, up to {geometry.checkpoint_slots} of them for checkpoints"
+            facts["state"] = (
+                f"{geometry.slots:,} slots ({geometry.slot_bytes:,} bytes each, "
+                f"up to {geometry.checkpoint_slots:,} of them for checkpoints)"
             )
         if self.options.tensor_parallel > 1:
             facts["ranks"] = str(self.options.tensor_parallel)

@@ -15,7 +15,7 @@ from firstlight.errors import FirstlightError
 from firstlight.hardware import Hardware, detect
 from firstlight.models import CausalModel, build_model, family
 from firstlight.models.config import text_section
-from firstlight.models.registry import PREDICTED_ONLY
+from firstlight.models.registry import refuse_predicted_only
 from firstlight.models.walk import bind_caches, bind_model
 from firstlight.nn.module import caches
 from firstlight.ops.binding import Binding
@@ -156,11 +156,7 @@ def load_model(options: EngineOptions, mesh: Mesh | None = None, device: torch.d
     if options.threads and resolve_device(options.device).type == "cpu":
         torch.set_num_threads(options.threads)
     bound = bind_only(options, mesh, device)
-    model_type = bound.checkpoint.config.get("model_type")
-    if model_type in PREDICTED_ONLY:
-        raise FirstlightError(
-            f"{options.model}: models of type {model_type!r} can be predicted (firstlight explain), not run yet"
-        )
+    refuse_predicted_only(bound.checkpoint.config, options.model)
     if options.weights == "random":
         bound.stored = random_tensors(bound.model, options.seed, bound.device)
     elif not bound.checkpoint.has_weights:

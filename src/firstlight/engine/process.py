@@ -184,6 +184,8 @@ def main() -> None:
     try:
         status = _serve(socket, engine_name, options_json, orphaned)
     finally:
+        # The parent may send SIGTERM on top of a failure: an exit that has begun isn't interrupted by another.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         socket.close()
         context.term()
     sys.exit(status)

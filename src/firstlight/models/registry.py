@@ -36,6 +36,13 @@ PREDICTED_ONLY = frozenset({"deepseek_v32", "kimi_linear", "gpt_oss"})
 of row, or some op of theirs has shapes and costs only."""
 
 
+def refuse_predicted_only(config: Mapping[str, Any], path: str) -> None:
+    """Raises ConfigError, naming the checkpoint's path, for a family that can't be run yet."""
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in PREDICTED_ONLY:
+        raise ConfigError(f"{path}: models of type {model_type!r} can be predicted (firstlight explain), not run yet")
+
+
 def family(config: Mapping[str, Any]) -> type[CausalModel]:
     """The model class of a config. Raises ConfigError, listing what is supported."""
     model_type = config.get("model_type")

@@ -16,6 +16,8 @@ from firstlight.config import EngineOptions, ServerOptions
 from firstlight.errors import FirstlightError
 from firstlight.server.spawn import ENGINE, EngineProcess
 
+logger = logging.getLogger(__name__)
+
 
 class StartError(FirstlightError):
     """The server can't listen as asked. The message says what to do."""
@@ -32,9 +34,12 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions, engine: 
     signal.signal(signal.SIGTERM, exit_quietly)
     with listener, EngineProcess(engine_options, engine) as process:
         from firstlight.server.http import run  # slow to import, while the engine loads
+        from firstlight.server.service import NO_TOKENIZER
         from firstlight.weights.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(engine_options.model)
+        if tokenizer is None:
+            logger.warning(NO_TOKENIZER)
         started = process.wait_started()
         asyncio.run(run(process, started, tokenizer, listener, engine_options, server_options))
 

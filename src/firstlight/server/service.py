@@ -30,6 +30,10 @@ from firstlight.weights.tokenizer import TextStream, Tokenizer
 INLINE_CHARACTERS = 2000
 """Texts up to this long are tokenised in the event loop (well under a millisecond); longer ones in a thread."""
 TOKENIZER_THREADS = 2
+NO_TOKENIZER = (
+    "this checkpoint has no tokenizer: it takes token ids only, through /v1/completions with return_token_ids"
+)
+"""Said at start, before anybody sends text."""
 
 Result = TypeVar("Result")
 
@@ -95,6 +99,10 @@ class Service:
         """Tokenise string prompts, check token ids. Raises ApiError."""
         arrival = time.monotonic()
         self._check(request)
+        if request.stop:
+            self._need_tokenizer("stop", "use stop_token_ids")
+        if not request.return_token_ids:
+            self._need_tokenizer("return_token_ids", "set return_token_ids to true to get token ids")
         prompts: list[list[int]] = []
         for prompt in request.prompt:
             if isinstance(prompt, str):
@@ -156,11 +164,6 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
-        if self.tokenizer is None:
-            if request.stop:
-                self._need_tokenizer("stop", "use stop_token_ids")
-            if not request.return_token_ids:
-                self._need_tokenizer("return_token_ids", "set return_token_ids to true to get token ids")
 
     def _need_tokenizer(self, field: str, way_out: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -13,6 +13,7 @@ from firstlight.errors import FirstlightError
 from firstlight.hardware import detect
 from firstlight.models import CausalModel, build_model, family
 from firstlight.models.config import text_section
+from firstlight.models.registry import refuse_predicted_only
 from firstlight.models.walk import bind_model
 from firstlight.nn.module import Module
 from firstlight.quant import Scheme, nbytes, scheme_of
@@ -50,6 +51,7 @@ def open_subject(
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     hardware = detect(str(place))
     checkpoint = open_checkpoint(path)
+    refuse_predicted_only(checkpoint.config, path)
     kind = _dtype(dtype, checkpoint.config, place)
     if not random and not checkpoint.has_weights:
         raise FirstlightError(f"{path}: no weights here; for random ones say --weights random")

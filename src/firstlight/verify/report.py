@@ -56,8 +56,9 @@ def verdict(subject: Subject, findings: Findings) -> list[str]:
         excused = sum(finding.excused for finding in findings.all)
         lines = [f"OK: every module agrees with transformers; worst relative error end to end {figure(findings.worst)}"]
         if excused:
+            rows = "1 row differs" if excused == 1 else f"{excused} rows differ"
             lines.append(
-                f"{excused} rows differ because two experts' logits are nearer than {figure(findings.tolerance.tie)}; "
+                f"{rows} because two experts' logits are nearer than {figure(findings.tolerance.tie)}; "
                 "either choice is right"
             )
         return lines

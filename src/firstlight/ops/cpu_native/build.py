@@ -94,6 +94,7 @@ def build(library: Path) -> None:
     """Compile to `library`. Raises NativeUnavailableError with the compiler's words."""
     program = compiler()
     assert program is not None
+    logger.info("compiling the CPU kernels, once (about 5 s)")
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built, target = Path(folder) / "module.o", Path(folder) / library.name

@@ -1,0 +1,44 @@
+"""`firstlight ops` as people run it, and how its lines are put together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from firstlight.engine.ops_report import _merged, ranges
+
+TINY = Path(__file__).parents[1] / "tiny_configs"
+
+
+def firstlight(*arguments):
+    command = [sys.executable, "-m", "firstlight", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "80"})
+
+
+def test_choices_and_refusals_are_readable_in_a_pipe():
+    shown = firstlight("ops", TINY / "qwen3.json", "--gpu", "h200")
+    assert shown.returncode == 0, shown.stderr
+    assert "…" not in shown.stdout
+    lines = shown.stdout.splitlines()
+    norm = next(i for i, line in enumerate(lines) if line.startswith("rms_norm "))
+    assert lines[norm].split() == ["rms_norm", "triton_fused", "0-10", "layers.*.input_layernorm.norm"]
+    assert lines[norm + 1].startswith("      not ")
+    assert "  0: decode, 1 row" in lines
+
+
+def test_ranges_join_neighbours():
+    assert ranges({3, 0, 1, 2, 5, 7, 8}) == "0-3, 5, 7-8"
+    assert ranges([4]) == "4"
+
+
+def test_reasons_that_differ_in_numbers_are_one():
+    assert _merged(["up to 4 tokens, not 8", "up to 4 tokens, not 256"]) == "up to 4 tokens, not 8 to 256"
+    assert _merged(["for GPUs"]) == "for GPUs"
+
+
+def test_the_version_is_shown():
+    shown = firstlight("--version")
+    assert shown.returncode == 0
+    assert shown.stdout.startswith("firstlight ")
