@@ -8,15 +8,14 @@ from __future__ import annotations
 import torch
 
 from firstlight.nn.mlp import MoE
-from firstlight.nn.module import Build, Segment, WeightSpec
+from firstlight.nn.module import Build
 from firstlight.step import StepBatch
 
 
 class BiasedMoE(MoE):
     """Sigmoid scores, choice by score + bias among the best groups, and a shared expert that counts in full.
 
-    shared: its intermediate size, or 0. scale: routed weights are multiplied by it. names: of a checkpoint's gate, up and down
-    projections of one expert.
+    shared: its intermediate size, or 0. scale: routed weights are multiplied by it.
     """
 
     def __init__(
@@ -48,13 +47,7 @@ class BiasedMoE(MoE):
         self.groups, self.top_groups, self.scale = groups, top_groups, scale
         self.vector("bias", f"{name}.gate.e_score_correction_bias", experts, torch.float32, init="zeros", group=tp)
         if shared:
-            prefix = f"{name}.shared_experts"
-            parts = tuple(Segment(f"{prefix}.{part}_proj.weight", shared, 1) for part in ("gate", "up"))
-            form = self.common_format(build, parts)
-            self.declare("shared_gate_up_proj", WeightSpec((2 * shared, hidden), (parts,), form, tp), build.dtype)
-            part = Segment(f"{prefix}.down_proj.weight", shared, 1)
-            form = build.scheme.format(part.source)
-            self.declare("shared_down_proj", WeightSpec((hidden, shared), ((part,),), form, tp, axis=1), build.dtype)
+            self.declare_shared(build, f"{name}.shared_experts", hidden, shared)
 
     def forward(self, step: StepBatch, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H], a partial sum over tensor-parallel (and expert-parallel) ranks."""

@@ -61,16 +61,20 @@ class MoE(Module):
         self.shared_down_proj: Weight | None = None
         self.shared_gate: torch.Tensor | None = None
         if shared:
-            prefix = f"{name}.shared_expert"
-            parts = tuple(Segment(f"{prefix}.{part}_proj.weight", shared, 1) for part in ("gate", "up"))
-            form = self.common_format(build, parts)
-            self.declare("shared_gate_up_proj", WeightSpec((2 * shared, hidden), (parts,), form, tp), build.dtype)
-            part = Segment(f"{prefix}.down_proj.weight", shared, 1)
-            form = build.scheme.format(part.source)
-            self.declare("shared_down_proj", WeightSpec((hidden, shared), ((part,),), form, tp, axis=1), build.dtype)
+            self.declare_shared(build, f"{name}.shared_expert", hidden, shared)
             gate = Segment(f"{name}.shared_expert_gate.weight", 1)
             self.declare("shared_gate", WeightSpec((1, hidden), ((gate,),), plain(build.dtype), tp))
         self.mixture = CallSite(moe)
+
+    def declare_shared(self, build: Build, prefix: str, hidden: int, intermediate: int) -> None:
+        """The shared expert's gate | up [2I, H] and down [H, I], stored under `prefix`."""
+        tp = build.mesh.tp
+        parts = tuple(Segment(f"{prefix}.{part}_proj.weight", intermediate, 1) for part in ("gate", "up"))
+        spec = WeightSpec((2 * intermediate, hidden), (parts,), self.common_format(build, parts), tp)
+        self.declare("shared_gate_up_proj", spec, build.dtype)
+        down = Segment(f"{prefix}.down_proj.weight", intermediate, 1)
+        spec = WeightSpec((hidden, intermediate), ((down,),), build.scheme.format(down.source), tp, axis=1)
+        self.declare("shared_down_proj", spec, build.dtype)
 
     def _declare_experts(self, build: Build, name: str, sizes: tuple[int, int, int], held: Share) -> None:
         """The stacks [E, 2I, H] and [E, H, I], stored as one tensor an expert or as stacks. sizes: E, H, I."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -225,4 +225,3 @@ class Carry:
     residual: torch.Tensor
     angles: torch.Tensor
     hidden: torch.Tensor | None = None
-    extra: dict[str, torch.Tensor] = field(default_factory=dict)
