@@ -120,6 +120,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     prefix_matched_tokens: int = 0
     prefix_lost_tokens: int = 0  # matched by pages, lost for want of a state checkpoint
     prefix_evicted_tokens: int = 0
+    device_reserved_bytes: int = 0  # held by the GPU's allocator; 0 on a CPU, which has none of ours
+    allocator_retries: int = 0  # times that it had to give memory back to find some
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -58,6 +58,7 @@ class _Api:
             "created": created,
             "owned_by": "firstlight",
             "max_model_len": service.max_context,
+            "vocab_size": service.vocab_size,
         }
 
     async def chat(self, http: Request) -> Response:

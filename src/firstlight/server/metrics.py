@@ -54,8 +54,14 @@ class Metrics:
         self._hit_rate = self._gauge(
             "firstlight_prefix_cache_hit_rate", "Matched over queried prompt tokens since the start, 0 to 1."
         )
+        self._device_reserved = self._gauge(
+            "firstlight_device_reserved_bytes", "Memory held by the GPU's allocator; 0 on a CPU."
+        )
         self._engine_sums = {
             "steps": self._counter("firstlight_engine_steps", "Steps of the engine."),
+            "allocator_retries": self._counter(
+                "firstlight_allocator_retries", "Times that the GPU's allocator gave memory back to find some."
+            ),
             "preemptions": self._counter("firstlight_preemptions", "Requests set back to waiting for want of memory."),
             "prefix_queried_tokens": self._counter(
                 "firstlight_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache."
@@ -108,6 +114,7 @@ class Metrics:
         self._pages_capacity.set(stats.pages_capacity)
         self._slots_used.set(stats.slots_used)
         self._slots_capacity.set(stats.slots_capacity)
+        self._device_reserved.set(stats.device_reserved_bytes)
         self._hit_rate.set(stats.prefix_matched_tokens / max(stats.prefix_queried_tokens, 1))
         for name, counter in self._engine_sums.items():
             counter.inc(max(getattr(stats, name) - getattr(self._seen, name), 0))
