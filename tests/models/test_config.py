@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import reference
 import torch
 from reference import tiny_config
 
@@ -79,6 +80,16 @@ def test_defaults_are_the_familys():
     config = tiny_config("qwen3_moe")
     del config["head_dim"]
     assert family(config).parse(config).head_dim == config["hidden_size"] // config["num_attention_heads"]
+
+
+@pytest.mark.parametrize("name", [name for name in reference.FAMILIES if name != "deepseek_v3"])
+def test_a_config_means_the_same_as_transformers_writes_it(name):
+    import transformers
+
+    published = tiny_config(name)
+    fields = {key: value for key, value in published.items() if key != "model_type"}
+    written = transformers.AutoConfig.for_model(published["model_type"], **fields).to_dict()
+    assert family(written).parse(written) == family(published).parse(published)
 
 
 def test_yarn_magnitude_follows_mscale():

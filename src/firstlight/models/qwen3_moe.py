@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from firstlight.models import qwen3
-from firstlight.models.config import FULL_ATTENTION, TextConfig, parse_text
+from firstlight.models.config import FULL_ATTENTION, TextConfig, parse_text, text_section
 from firstlight.nn.mlp import MLP, MoE
 from firstlight.nn.module import Build, Module
 
@@ -16,7 +16,13 @@ class Model(qwen3.Model):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> TextConfig:
-        """Unlike Qwen3's, head_dim defaults to hidden_size / num_attention_heads."""
+        """Unlike Qwen3's, head_dim defaults to hidden_size / num_attention_heads.
+
+        transformers 5 writes num_experts as num_local_experts when it saves a config.
+        """
+        section = text_section(config)
+        if section.get("num_experts") is None and section.get("num_local_experts") is not None:
+            config = {**config, **section, "num_experts": section["num_local_experts"]}
         text = parse_text(config, layer_kinds=(FULL_ATTENTION,))
         text.require("num_experts", "moe_intermediate_size")
         if not all(text.sparse_layers):

@@ -38,13 +38,14 @@ class Scheme:
 class BlockFp8(Scheme):
     """`quant_method: fp8` with `weight_block_size`: float8_e4m3fn payload, one scale a block; value = element * scale.
 
-    skip: modules that stay in high precision, by name or by any whole part of it ("lm_head", "mlp.gate"). stored: dtypes of the checkpoint's tensors by name, or
-    None where there is no checkpoint.
+    skip: modules that stay in high precision, by name or by any whole part of it ("lm_head", "mlp.gate"). stored: dtypes of
+    the checkpoint's tensors by name, or None where there is no checkpoint, or none to ask yet. scale_dtype: of the scales then.
     """
 
     block: tuple[int, int] = (128, 128)
     skip: tuple[str, ...] = ()
     stored: Mapping[str, torch.dtype] | None = None
+    scale_dtype: torch.dtype = torch.bfloat16
 
     def format(self, name: str) -> Format:
         """Format of the weight with this checkpoint name; `{expert}` in it stands for any expert."""
@@ -54,7 +55,7 @@ class BlockFp8(Scheme):
             return plain(self.dtype) if scale is None else self._scaled(scale)
         if HIGH_PRECISION.search(probe) or any(f".{skip}." in f".{probe}." for skip in self.skip):
             return plain(self.dtype)
-        return self._scaled(torch.bfloat16)
+        return self._scaled(self.scale_dtype)
 
     def _scaled(self, scale: torch.dtype) -> Format:
         return Format("float8_e4m3fn", self.block, str(scale).removeprefix("torch."))

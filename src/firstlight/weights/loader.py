@@ -2,12 +2,15 @@
 
 Weights are filled one at a time, straight into their final place: from the mapped file to the device, this rank's part only.
 So peak memory is the model and its largest tensor. Anything wrong is an error that names the tensor, before serving.
+
+The functions on one weight (`tensors_of`, `check_shape`, `check_dtype`, `copy_tensor`) are shared with `streaming`, which
+gets the tensors one after another and can't look ahead.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -20,6 +23,48 @@ from firstlight.quant import PLAIN, SCALE_SUFFIX, Packed, Weight, dtype_name, re
 from firstlight.weights.freed_memory import release_freed_memory
 from firstlight.weights.stored import Range, StoredTensor
 
+Form = tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRole:
+    """What one stored tensor is to a weight: which source, of which expert of a stack (None: of all), values or scales."""
+
+    source: str
+    expert: int | None = None
+    scale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A declared weight, and where it goes."""
+
+    path: str
+    module: Module
+    attribute: str
+    spec: WeightSpec
+
+    def set(self, weight: Weight, layouts: Mapping[tuple[str, str], str]) -> None:
+        """Give the module its weight, packed to its bound layout."""
+        layout = layouts.get((self.path, self.attribute), PLAIN)
+        setattr(self.module, self.attribute, repack(weight, layout))
+
+
+def targets(model: torch.nn.Module) -> Iterator[Target]:
+    """Every declared weight of a model."""
+    for path, module in model.named_modules():
+        if isinstance(module, Module):
+            for attribute, spec in module.weight_specs.items():
+                yield Target(path, module, attribute, spec)
+
+
+def own_name(model_class: type[CausalModel], name: str) -> str:
+    """The name that the model's modules use for a published one."""
+    for published, own in model_class.renames:
+        if name.startswith(published):
+            return own + name.removeprefix(published)
+    return name
+
 
 def published_names(model_class: type[CausalModel], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Stored tensors under the names that the model's modules use.
@@ -28,11 +73,7 @@ def published_names(model_class: type[CausalModel], tensors: Mapping[str, Stored
     """
     renamed: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        target = name
-        for published, own in model_class.renames:
-            if name.startswith(published):
-                target = own + name.removeprefix(published)
-                break
+        target = own_name(model_class, name)
         if target in renamed:
             raise CheckpointError(f"tensor {name} is there twice: {renamed[target].name} has the same meaning")
         renamed[target] = tensor
@@ -52,21 +93,162 @@ def load_weights(
     """
     loader = _Loader(tensors, device)
     layouts = layouts or {}
-    specs = [
-        (path, module, attribute, spec)
-        for path, module in model.named_modules()
-        if isinstance(module, Module)
-        for attribute, spec in module.weight_specs.items()
-    ]
-    plans = [loader.choose_form(spec) for _, _, _, spec in specs]
+    weights = list(targets(model))
+    plans = [loader.choose_form(target.spec) for target in weights]
     loader.check_leftovers(model)
-    for (path, module, attribute, spec), form in zip(specs, plans, strict=True):
-        weight = loader.fill(spec, form)
-        layout = layouts.get((path, attribute), PLAIN)
-        setattr(module, attribute, repack(weight, layout))
-        if layout != PLAIN:
-            del weight  # the plain form; the next weight may need its room
-            release_freed_memory()
+    for target, form in zip(weights, plans, strict=True):
+        target.set(loader.fill(target.spec, form), layouts)
+        if layouts.get((target.path, target.attribute), PLAIN) != PLAIN:
+            release_freed_memory()  # the plain form's; the next weight may need its room
+
+
+def tensors_of(spec: WeightSpec, form: Form) -> dict[str, TensorRole]:
+    """The stored tensors that fill a weight in one of its forms, by name; those of experts elsewhere too."""
+    scaled = spec.format.block is not None
+    roles: dict[str, TensorRole] = {}
+    for scale in (False, True) if scaled else (False,):
+        for source in dict.fromkeys(segment.source for segment in form):
+            name = source + SCALE_SUFFIX if scale else source
+            if "{expert}" in name:
+                for expert in range(spec.shape[0]):
+                    roles[name.replace("{expert}", str(expert))] = TensorRole(source, expert, scale)
+            else:
+                roles[name] = TensorRole(source, None, scale)
+    return roles
+
+
+def check_shape(spec: WeightSpec, form: Form, role: TensorRole, tensor: StoredTensor) -> None:
+    """Raises CheckpointError if a stored tensor hasn't the shape that its part of a weight has."""
+    size = max(_end(segment) for segment in form if segment.source == role.source)
+    expected = list(spec.shape)
+    expected[spec.axis] = size
+    if role.expert is not None:
+        expected = expected[1:]
+    stored = tuple(tensor.shape)
+    seen = stored
+    if role.scale:
+        assert spec.format.block is not None
+        expected[-2:] = [-(-expected[-2 + i] // spec.format.block[i]) for i in range(2)]
+    elif spec.flatten and len(stored) > 1:
+        seen = (stored[0], prod(stored[1:]))
+    if seen != tuple(expected):
+        raise CheckpointError(f"tensor {tensor.name} has shape {list(stored)}; the model needs {expected}")
+
+
+def _end(segment: Segment) -> int:
+    return max(stop for _, stop in segment.ranges) if segment.ranges else segment.size
+
+
+def check_dtype(spec: WeightSpec, role: TensorRole, tensor: StoredTensor) -> None:
+    """Raises CheckpointError where copying would convert in silence: FP8 without its scales, integers for something else.
+
+    Scales may be stored narrower than they are kept: a bfloat16 scale is the same number in float32.
+    """
+    form, name = spec.format, tensor.name
+    if form.is_plain:
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            missing = f"; tensor {name}{SCALE_SUFFIX} is missing" if tensor.dtype.itemsize == 1 else ""
+            raise CheckpointError(
+                f"tensor {name} is {dtype_name(tensor.dtype)}; the model needs float16, bfloat16 or float32{missing}"
+            )
+        return
+    found = tensor.ggml_type if form.block is None else dtype_name(tensor.dtype)
+    expected = form.scale_dtype if role.scale else form.dtype
+    widened = role.scale and expected == "float32" and found in ("bfloat16", "float16")
+    if found != expected and not widened:
+        raise CheckpointError(f"tensor {name} is {found}; the rest of its weight is {expected}")
+
+
+def copy_tensor(spec: WeightSpec, form: Form, weight: Weight, role: TensorRole, tensor: StoredTensor) -> None:
+    """Copy this rank's part of one stored tensor into its weight; nothing if it is an expert of another rank."""
+    held = spec.experts
+    expert = role.expert
+    if expert is not None:
+        assert held is not None
+        if not held.start <= expert < held.stop:
+            return
+        expert -= held.start
+    for piece in spec.pieces(form):
+        if piece.source == role.source:
+            (_copy_scale if role.scale else _copy_values)(spec, weight, piece, tensor, expert)  # type: ignore[arg-type]
+
+
+def _copy_values(spec: WeightSpec, weight: Weight, piece: Piece, stored: StoredTensor, expert: int | None) -> None:
+    """Copy one piece into the weight, or into one expert of a stack."""
+    axis = spec.axis if expert is None else spec.axis - 1
+    ranges: list[Range] = [None] * (len(spec.shape) - (0 if expert is None else 1))
+    if expert is None and spec.experts is not None:
+        ranges[0] = (spec.experts.start, spec.experts.stop)
+    if spec.flatten:
+        ranges = ranges[:1]
+    ranges[axis] = (piece.start, piece.stop)
+    target = _at(weight.parts["data"] if isinstance(weight, Packed) else weight, expert)
+    if isinstance(weight, torch.Tensor):
+        values = stored.load_slice(ranges)
+        values = values.flatten(1) if spec.flatten else values
+        target.narrow(axis, piece.target, piece.stop - piece.start).copy_(values)
+    elif weight.format.block is None:
+        raw = stored.load_packed(ranges)  # type: ignore[attr-defined]
+        per_block = target.shape[axis] * (piece.stop - piece.start) // max(weight.shape[spec.axis], 1)
+        start = target.shape[axis] * piece.target // max(weight.shape[spec.axis], 1)
+        target.narrow(axis, start, per_block).copy_(raw)
+    else:
+        target.narrow(axis, piece.target, piece.stop - piece.start).copy_(stored.load_slice(ranges))
+
+
+def _copy_scale(spec: WeightSpec, weight: Packed, piece: Piece, stored: StoredTensor, expert: int | None) -> None:
+    """Scales of one piece: local block i of the piece lies within one stored block, whose scale it takes."""
+    assert spec.format.block is not None
+    assert weight.format.block is not None
+    axis = spec.axis if expert is None else spec.axis - 1
+    dimension = spec.axis - len(spec.shape) + 2
+    stored_block, local_block = spec.format.block[dimension], weight.format.block[dimension]
+    values = stored.load()
+    if expert is None and spec.experts is not None:
+        values = values[spec.experts.start : spec.experts.stop]
+    target = _at(weight.parts["scale"], expert)
+    first = piece.target // local_block
+    count = -(-(piece.stop - piece.start) // local_block)
+    blocks = (piece.start + local_block * torch.arange(count, device="cpu")) // stored_block
+    target.narrow(axis, first, count).copy_(values.index_select(axis, blocks.to(values.device)))
+
+
+def _at(tensor: torch.Tensor, expert: int | None) -> torch.Tensor:
+    return tensor if expert is None else tensor[expert]
+
+
+def unused_pattern(model: CausalModel) -> re.Pattern[str]:
+    """Names of tensors that a checkpoint may hold though the model has no use for them."""
+    tied = [r"^lm_head\.weight(_scale_inv)?$"] if model.config.tie_word_embeddings else []
+    return re.compile("|".join(f"(?:{pattern})" for pattern in [*model.ignored, *tied]))
+
+
+def two_forms_error(names: list[str]) -> CheckpointError:
+    """For a weight that is stored in two of its forms, each named by one of its tensors."""
+    return CheckpointError(f"one weight is stored in two forms: {' and '.join(names)}; keep one")
+
+
+def missing_error(names: list[str]) -> CheckpointError:
+    """For tensors of one weight that aren't there."""
+    more = f" (and {len(names) - 1} more of this weight)" if len(names) > 1 else ""
+    return CheckpointError(f"tensor {names[0]} is missing from the checkpoint{more}")
+
+
+def unknown_error(name: str) -> CheckpointError:
+    """For a tensor that no module asks for and the family doesn't name as unused."""
+    return CheckpointError(
+        f"tensor {name} is in the checkpoint, but the model has no use for it; "
+        "is config.json the one that belongs to these weights?"
+    )
+
+
+def check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
+    """A tied head that is stored all the same must be the embedding. Raises CheckpointError."""
+    if head.shape != embedding.shape or not torch.equal(head.load(), embedding.load()):
+        raise CheckpointError(
+            f"config.json says tie_word_embeddings, but tensor {head.name} isn't {embedding.name}; "
+            "set tie_word_embeddings to false if the head is its own"
+        )
 
 
 @dataclass(slots=True)
@@ -75,155 +257,37 @@ class _Loader:
     device: torch.device | str
     used: set[str] | None = None
 
-    def choose_form(self, spec: WeightSpec) -> tuple[Segment, ...]:
+    def choose_form(self, spec: WeightSpec) -> Form:
         """The form in which the checkpoint stores a weight. All names are checked before anything is read."""
         self.used = set() if self.used is None else self.used
-        present = [form for form in spec.forms if any(name in self.tensors for name in self._names(spec, form))]
+        roles = [(form, tensors_of(spec, form)) for form in spec.forms]
+        present = [(form, names) for form, names in roles if any(name in self.tensors for name in names)]
         if len(present) > 1:
-            names = [self._names(spec, form)[0] for form in present]
-            raise CheckpointError(f"one weight is stored in two forms: {' and '.join(names)}; keep one")
+            raise two_forms_error([next(iter(names)) for _, names in present])
         if not present:
-            raise CheckpointError(f"tensor {self._names(spec, spec.forms[0])[0]} is missing from the checkpoint")
-        form = present[0]
-        missing = [name for name in self._names(spec, form) if name not in self.tensors]
-        if missing:
-            more = f" (and {len(missing) - 1} more of this weight)" if len(missing) > 1 else ""
-            raise CheckpointError(f"tensor {missing[0]} is missing from the checkpoint{more}")
-        self._check_shapes(spec, form)
-        for name in self._names(spec, form):
-            self._check_dtype(spec, name)
-        self.used.update(self._names(spec, form))
+            raise missing_error([next(iter(roles[0][1]))])
+        form, names = present[0]
+        if missing := [name for name in names if name not in self.tensors]:
+            raise missing_error(missing)
+        for name, role in names.items():
+            check_shape(spec, form, role, self.tensors[name])
+            check_dtype(spec, role, self.tensors[name])
+        self.used.update(names)
         return form
-
-    def _names(self, spec: WeightSpec, form: tuple[Segment, ...]) -> list[str]:
-        sources = dict.fromkeys(segment.source for segment in form)
-        if spec.format.block is not None:
-            sources.update(dict.fromkeys(source + SCALE_SUFFIX for source in list(sources)))
-        names = []
-        for source in sources:
-            if "{expert}" in source:
-                names += [source.replace("{expert}", str(expert)) for expert in range(spec.shape[0])]
-            else:
-                names.append(source)
-        return names
-
-    def _check_shapes(self, spec: WeightSpec, form: tuple[Segment, ...]) -> None:
-        sizes: dict[str, int] = {}
-        for segment in form:
-            end = max(stop for _, stop in segment.ranges) if segment.ranges else segment.size
-            sizes[segment.source] = max(sizes.get(segment.source, 0), end)
-        for source, size in sizes.items():
-            shape = list(spec.shape)
-            shape[spec.axis] = size
-            experts = range(spec.shape[0]) if "{expert}" in source else [None]
-            if "{expert}" in source:
-                shape = shape[1:]
-            for expert in experts:
-                name = source if expert is None else source.replace("{expert}", str(expert))
-                self._check_shape(name, tuple(shape), spec.flatten)
-                if spec.format.block is not None:
-                    rows, columns = (-(-shape[-2 + i] // spec.format.block[i]) for i in range(2))
-                    self._check_shape(name + SCALE_SUFFIX, (*shape[:-2], rows, columns), False)
-
-    def _check_shape(self, name: str, expected: tuple[int, ...], flatten: bool) -> None:
-        stored = self.tensors[name].shape
-        seen = (stored[0], prod(stored[1:])) if flatten and len(stored) > 1 else tuple(stored)
-        if seen != expected:
-            raise CheckpointError(f"tensor {name} has shape {list(stored)}; the model needs {list(expected)}")
-
-    def _check_dtype(self, spec: WeightSpec, name: str) -> None:
-        """Copying would convert in silence: FP8 without its scales, integers that stand for something else."""
-        stored, form = self.tensors[name], spec.format
-        scale = form.block is not None and name.endswith(SCALE_SUFFIX)
-        if form.is_plain:
-            if not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
-                missing = f"; tensor {name}{SCALE_SUFFIX} is missing" if stored.dtype.itemsize == 1 else ""
-                raise CheckpointError(
-                    f"tensor {name} is {dtype_name(stored.dtype)}; the model needs float16, bfloat16 or float32{missing}"
-                )
-            return
-        found = stored.ggml_type if form.block is None else dtype_name(stored.dtype)
-        expected = form.scale_dtype if scale else form.dtype
-        if found != expected:
-            raise CheckpointError(f"tensor {name} is {found}; the rest of its weight is {expected}")
 
     def check_leftovers(self, model: CausalModel) -> None:
         """Raises CheckpointError for a tensor that no module asks for and the family doesn't name as unused."""
-        patterns = [re.compile(pattern) for pattern in model.ignored]
-        if model.config.tie_word_embeddings:
-            self._check_tied(model)
-            patterns.append(re.compile(r"^lm_head\.weight(_scale_inv)?$"))
-        for name in self.tensors:
-            if name not in (self.used or ()) and not any(pattern.search(name) for pattern in patterns):
-                raise CheckpointError(
-                    f"tensor {self.tensors[name].name} is in the checkpoint, but the model has no use for it; "
-                    "is config.json the one that belongs to these weights?"
-                )
+        if model.config.tie_word_embeddings and "lm_head.weight" in self.tensors:
+            embedding = model.embed_tokens.weight_specs["weight"].segments[0].source
+            check_tied(self.tensors["lm_head.weight"], self.tensors[embedding])
+        unused = unused_pattern(model)
+        for name, tensor in self.tensors.items():
+            if name not in (self.used or ()) and not unused.search(name):
+                raise unknown_error(tensor.name)
 
-    def _check_tied(self, model: CausalModel) -> None:
-        """A tied head that is stored all the same must be the embedding."""
-        head = self.tensors.get("lm_head.weight")
-        embedding = self.tensors[model.embed_tokens.weight_specs["weight"].segments[0].source]
-        if head is not None and (head.shape != embedding.shape or not torch.equal(head.load(), embedding.load())):
-            raise CheckpointError(
-                f"config.json says tie_word_embeddings, but tensor {head.name} isn't {embedding.name}; "
-                "set tie_word_embeddings to false if the head is its own"
-            )
-
-    def fill(self, spec: WeightSpec, form: tuple[Segment, ...]) -> Weight:
+    def fill(self, spec: WeightSpec, form: Form) -> Weight:
         """This rank's part of a weight, on the device."""
         weight = spec.empty(self.device)
-        for piece in spec.pieces(form):
-            if spec.experts is None:
-                self._copy(spec, weight, piece, piece.source, None)
-            elif "{expert}" in piece.source:
-                for i, expert in enumerate(range(spec.experts.start, spec.experts.stop)):
-                    self._copy(spec, weight, piece, piece.source.replace("{expert}", str(expert)), i)
-            else:
-                self._copy(spec, weight, piece, piece.source, None)
+        for name, role in tensors_of(spec, form).items():
+            copy_tensor(spec, form, weight, role, self.tensors[name])
         return weight
-
-    def _copy(self, spec: WeightSpec, weight: Weight, piece: Piece, name: str, expert: int | None) -> None:
-        """Copy one piece into the weight, or into one expert of a stack."""
-        axis = spec.axis if expert is None else spec.axis - 1
-        ranges: list[Range] = [None] * (len(spec.shape) - (0 if expert is None else 1))
-        if expert is None and spec.experts is not None:
-            ranges[0] = (spec.experts.start, spec.experts.stop)
-        if spec.flatten:
-            ranges = ranges[:1]
-        ranges[axis] = (piece.start, piece.stop)
-        target = _at(weight.parts["data"] if isinstance(weight, Packed) else weight, expert)
-        stored = self.tensors[name]
-        if isinstance(weight, torch.Tensor):
-            values = stored.load_slice(ranges)
-            values = values.flatten(1) if spec.flatten else values
-            target.narrow(axis, piece.target, piece.stop - piece.start).copy_(values)
-        elif weight.format.block is None:
-            raw = stored.load_packed(ranges)  # type: ignore[attr-defined]
-            per_block = target.shape[axis] * (piece.stop - piece.start) // max(weight.shape[spec.axis], 1)
-            start = target.shape[axis] * piece.target // max(weight.shape[spec.axis], 1)
-            target.narrow(axis, start, per_block).copy_(raw)
-        else:
-            target.narrow(axis, piece.target, piece.stop - piece.start).copy_(stored.load_slice(ranges))
-            self._copy_scale(spec, weight, piece, name, expert, axis)
-
-    def _copy_scale(
-        self, spec: WeightSpec, weight: Packed, piece: Piece, name: str, expert: int | None, axis: int
-    ) -> None:
-        """Scales of one piece: local block i of the piece lies within one stored block, whose scale it takes."""
-        assert spec.format.block is not None
-        assert weight.format.block is not None
-        dimension = spec.axis - len(spec.shape) + 2
-        stored_block, local_block = spec.format.block[dimension], weight.format.block[dimension]
-        stored = self.tensors[name + SCALE_SUFFIX].load()
-        if expert is None and spec.experts is not None:
-            stored = stored[spec.experts.start : spec.experts.stop]
-        target = _at(weight.parts["scale"], expert)
-        first = piece.target // local_block
-        count = -(-(piece.stop - piece.start) // local_block)
-        blocks = (piece.start + local_block * torch.arange(count)) // stored_block
-        target.narrow(axis, first, count).copy_(stored.index_select(axis, blocks.to(stored.device)))
-
-
-def _at(tensor: torch.Tensor, expert: int | None) -> torch.Tensor:
-    return tensor if expert is None else tensor[expert]

@@ -17,8 +17,15 @@ from firstlight.quant import SCALE_SUFFIX
 from firstlight.quant.blocks import scale_shape
 from firstlight.weights.stored import Range, StoredTensor
 
+BRANCH = 1 / 16
+"""What a branch adds to the residual is scaled by this much: so tokens stay apart through all layers, as they do in trained
+models, and a router spreads them over its experts. At full scale what all tokens have in common would choose for all."""
 FP8_STD = 64.0
 """Standard deviation of random FP8 elements: well inside e4m3's range (448) and far above its smallest steps."""
+
+
+SCALES = {"linear": 1.0, "branch": BRANCH, "embedding": 1.0}
+"""Of normally distributed weights, by `WeightSpec.init`."""
 
 
 class RandomTensor(StoredTensor):
@@ -39,11 +46,13 @@ class RandomTensor(StoredTensor):
     def _draw(self, generator: torch.Generator) -> torch.Tensor:
         """Statistics that keep activations near 1: products keep the scale of their input, norms are near identity."""
         shape, device = self.shape, self.device
-        if self.init in ("linear", "embedding") and self.dtype.itemsize > 1:
+        if self.init in SCALES and self.dtype.itemsize > 1:
             half = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
             values = torch.randn(shape, generator=generator, device=device, dtype=half)
-            return (values * (shape[-1] ** -0.5 if self.init == "linear" else 1.0)).to(self.dtype)
-        if self.init == "linear":
+            return (values * (SCALES[self.init] * (1.0 if self.init == "embedding" else shape[-1] ** -0.5))).to(
+                self.dtype
+            )
+        if self.init in SCALES:
             return torch.randn(shape, generator=generator, device=device).mul_(FP8_STD).clamp_(-448, 448).to(self.dtype)
         if self.init == "scale":
             return torch.full(shape, 1.0, device=device, dtype=self.dtype)
@@ -59,10 +68,16 @@ class RandomScale(RandomTensor):
     """Scales of a random FP8 weight: one value that gives the product the scale of its input."""
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, columns: int, device: torch.device | str
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        init: str,
+        columns: int,
+        device: torch.device | str,
     ) -> None:
         super().__init__(name, shape, dtype, "scale", 0, device)
-        self.value = columns**-0.5 / FP8_STD
+        self.value = SCALES[init] * columns**-0.5 / FP8_STD
 
     def _draw(self, generator: torch.Generator) -> torch.Tensor:
         return torch.full(self.shape, self.value, device=self.device, dtype=self.dtype)
@@ -93,7 +108,7 @@ def _stored(spec: WeightSpec, seed: int, device: torch.device | str) -> list[Sto
         if spec.format.block is not None and spec.format.scale_dtype is not None:
             scale = scale_shape(shape, spec.format.block)
             scale_dtype = getattr(torch, spec.format.scale_dtype)
-            stored.append(RandomScale(source + SCALE_SUFFIX, scale, scale_dtype, shape[-1], device))
+            stored.append(RandomScale(source + SCALE_SUFFIX, scale, scale_dtype, spec.init, shape[-1], device))
     return stored
 
 

@@ -1,0 +1,172 @@
+"""The core of the plugins, over memory in a host's layout: equal to the native model, and clear about what it can't take."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import forward
+import pytest
+import torch
+from checkpoints import quantise_checkpoint
+from reference import save_checkpoint, tiny_config
+from safetensors.torch import load_file
+
+from firstlight.cache import PagedSpec
+from firstlight.errors import CheckpointError, FirstlightError
+from firstlight.parallel import Mesh
+from firstlight.plugin.core import HostBounds, HostedModel, describe, mesh_of
+from firstlight.step import PageTable, SlotTable
+
+BOUNDS = HostBounds(tokens=512, requests=4, context=512)
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text_tied", "qwen3_5", "qwen3_5_moe")
+PAGE = 16
+
+
+def hosted(directory, **given) -> HostedModel:
+    """The model of a saved checkpoint, loaded from a stream whose tensors are overwritten as soon as the next one comes."""
+    config = json.loads((directory / "config.json").read_text())
+    model = HostedModel(config, dtype=torch.float32, device="cpu", bounds=BOUNDS, **given)
+    tensors = load_file(directory / "model.safetensors")
+
+    def stream():
+        for name, tensor in tensors.items():
+            yield name, tensor
+            tensor.view(torch.uint8).fill_(0xFF)
+
+    assert model.load(stream()) == set(tensors)
+    return model
+
+
+def give_memory(model: HostedModel) -> None:
+    """Pages with K and V of a row side by side and heads before rows, states packed into one run of bytes; all NaN."""
+    for path, spec in model.caches().items():
+        if isinstance(spec, PagedSpec):
+            pages = torch.full((40, spec.kv_heads, PAGE, 2 * spec.head_dim), float("nan")).transpose(1, 2)
+            model.bind_cache(path, {"k": pages[..., : spec.head_dim], "v": pages[..., spec.head_dim :]})
+            model.set_group(path, f"pages of {path}")
+        else:
+            sizes = {name: torch.Size(shape).numel() for name, (shape, _) in spec.tensors.items()}
+            slots = torch.full((3, sum(sizes.values()) + 5), float("nan"))
+            views, start = {}, 0
+            for name, (shape, _) in spec.tensors.items():
+                views[name] = slots[:, start : start + sizes[name]].unflatten(1, shape)
+                start += sizes[name]
+            model.bind_cache(path, views)
+            model.set_group(path, f"states of {path}")
+
+
+def logits(model: HostedModel, ids, cuts) -> torch.Tensor:
+    """[T, V] of one sequence in steps of the host, each with a table for every module."""
+    pieces = []
+    for start, stop in itertools.pairwise((0, *cuts, len(ids))):
+        plain = forward.step_of(model.model, ids[start:stop], start)
+        tables = {}
+        for spec in model.caches().values():
+            table = plain.tables["attention" if isinstance(spec, PagedSpec) else "state"]
+            assert isinstance(table, PageTable | SlotTable)
+            tables[spec.group] = table
+        step = model.step(
+            ids=plain.ids.int(),
+            positions=torch.arange(start, stop, dtype=torch.int32),
+            query_start=plain.query_start,
+            length=plain.length,
+            tables=tables,
+            live=plain.live,
+            decode_requests=plain.decode_requests,
+            max_query=plain.max_query,
+            max_context=plain.max_context,
+        )
+        pieces.append(model.logits(model.hidden(step)))
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_a_hosted_model_is_the_native_one(name, tmp_path):
+    save_checkpoint(name, tmp_path)
+    model = hosted(tmp_path)
+    give_memory(model)
+    ids, cuts = forward.sequence(75), (40, 41)
+    assert torch.equal(logits(model, ids, cuts), forward.logits(forward.load(tmp_path), ids, cuts))
+
+
+@pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_fp8_blocks_load_from_a_stream(scale, tmp_path):
+    quantise_checkpoint(tmp_path, "qwen3_5_moe_text", (32, 16), scale)
+    model = hosted(tmp_path)
+    give_memory(model)
+    ids = forward.sequence(20)
+    assert torch.equal(logits(model, ids, (9,)), forward.logits(forward.load(tmp_path), ids, (9,)))
+
+
+@torch.inference_mode()
+def test_defaults_of_the_host_change_nothing(tmp_path):
+    save_checkpoint("qwen3_next", tmp_path)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = hosted(tmp_path)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    give_memory(model)
+    ids = forward.sequence(20)
+    assert torch.equal(logits(model, ids, ()), forward.logits(forward.load(tmp_path), ids, ()))
+
+
+def test_a_null_step_runs_before_there_is_memory(tmp_path):
+    save_checkpoint("qwen3_next", tmp_path)
+    model = hosted(tmp_path)
+    model.bind_null()
+    for tokens in (1, 4, 5, 512):
+        ids = torch.zeros(tokens, dtype=torch.int32)
+        step = model.null_step(ids, torch.zeros(tokens, dtype=torch.int64))
+        assert model.hidden(step).shape == (tokens, model.model.config.hidden_size)
+
+
+def test_weights_load_once(tmp_path):
+    save_checkpoint("llama", tmp_path)
+    model = hosted(tmp_path)
+    with pytest.raises(FirstlightError, match="can't be replaced"):
+        model.load(iter(()))
+
+
+def test_what_is_missing_or_unknown_is_named(tmp_path):
+    save_checkpoint("qwen3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bound = {"dtype": torch.float32, "device": "cpu", "bounds": BOUNDS}
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        HostedModel(tiny_config("qwen3"), **bound).load(tensors.items())
+    with pytest.raises(CheckpointError, match=r"tensor model\.sinks is in the checkpoint, but"):
+        HostedModel(tiny_config("qwen3"), **bound).load([("model.sinks", torch.zeros(4))])
+
+
+def test_memory_of_another_shape_is_refused():
+    model = HostedModel(tiny_config("llama"), dtype=torch.float32, device="cpu", bounds=BOUNDS)
+    path, spec = next(iter(model.caches().items()))
+    good = torch.zeros(4, PAGE, spec.kv_heads, spec.head_dim)
+    with pytest.raises(ValueError, match=r"keeps k, v; got k"):
+        model.bind_cache(path, {"k": good})
+    with pytest.raises(ValueError, match=r"\.v: needs torch\.float32 \[\.\.\., \d+, \d+\], got torch\.float16"):
+        model.bind_cache(path, {"k": good, "v": good.half()})
+    with pytest.raises(ValueError, match=r"\.k: its last dimension must be dense"):
+        model.bind_cache(path, {"k": torch.zeros(4, PAGE, spec.head_dim, spec.kv_heads).transpose(2, 3), "v": good})
+
+
+def test_a_step_beyond_the_bounds_is_refused():
+    model = HostedModel(tiny_config("llama"), dtype=torch.float32, device="cpu", bounds=BOUNDS)
+    with pytest.raises(FirstlightError, match="a step of 513 tokens in 1 rows, 513 of one row, exceeds"):
+        model.bucket(513, 1, 513)
+
+
+def test_what_we_cannot_run_is_said_at_once():
+    with pytest.raises(ValueError, match="quant_method 'awq'"):
+        describe({**tiny_config("qwen3"), "quantization_config": {"quant_method": "awq"}}, dtype=torch.float32)
+    with pytest.raises(ValueError, match="model_type 'gemma' is not supported"):
+        describe({"model_type": "gemma"}, dtype=torch.float32)
+    with pytest.raises(ValueError, match="can't be split evenly over 3 tp ranks"):
+        describe(tiny_config("qwen3"), dtype=torch.float32, mesh=Mesh.of(tp=3))
+    assert mesh_of(4, 2).tp.index == 2
