@@ -10,12 +10,12 @@ from benchmarks.accuracy.compare import committed_means, compare, mean_errors
 def main() -> int:
     """The comparison as a table on stdout."""
     results = compare()
-    print(f"{'point':34} {'measured':>9} {'predicted':>9} {'80 % interval':>15} {'error':>7}   tokens/s/GPU")
+    print(f"{'point':46} {'measured':>9} {'predicted':>9} {'80 % interval':>15} {'error':>7}   tokens/s/GPU")
     for result in results:
         interval = f"{result.low:,.0f}-{result.high:,.0f}"
         inside = "inside" if result.low <= result.measured <= result.high else "outside"
         print(
-            f"{result.name:34} {result.measured:9,.0f} {result.predicted:9,.0f} {interval:>15} {result.error:+7.1%}   {inside}"
+            f"{result.name:46} {result.measured:9,.0f} {result.predicted:9,.0f} {interval:>15} {result.error:+7.1%}   {inside}"
         )
     status = 0
     for group, mean in mean_errors(results).items():

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from firstlight.hardware import GPUS
-from firstlight.hardware.calibration import CalibrationError, all_tables, read_table
+from firstlight.hardware import CPU_GENERIC, GPUS
+from firstlight.hardware.calibration import CALIBRATED, CalibrationError, all_tables, packaged_table, read_table
 
 GOOD = {
     "op": "linear", "provider": "cublas", "format": "bfloat16", "source": "a bench",
@@ -15,10 +15,14 @@ GOOD = {
 }  # fmt: skip
 
 
-def write(tmp_path, group):
+def write(tmp_path, group, **shared):
     path = tmp_path / "table.json"
-    path.write_text(json.dumps({"gpu": "h200", "groups": [group]}))
+    path.write_text(json.dumps({"gpu": "h200", **shared, "groups": [group]}))
     return path
+
+
+def groups_of(path):
+    return read_table(path).groups
 
 
 def test_tables_that_ship_are_sound():
@@ -29,7 +33,7 @@ def test_tables_that_ship_are_sound():
 
 
 def test_rows_are_read_with_their_sizes(tmp_path):
-    (table,) = read_table(write(tmp_path, {**GOOD, "versions": {"triton": "3.6"}}))
+    (table,) = groups_of(write(tmp_path, {**GOOD, "versions": {"triton": "3.6"}}))
     assert table.rows == (((1.0, 2.0, 3.0), pytest.approx(4.5e-6)),)
     assert table.versions == {"triton": "3.6"}
 
@@ -41,6 +45,9 @@ def test_rows_are_read_with_their_sizes(tmp_path):
         ({"rows": [[1, 2, 3, 0.0]]}, "a time above 0"),
         ({"rows": [[1, 2, 3, 4.5], [1, 2, 3, 5.0]]}, "given twice"),
         ({"axes": None}, "NoneType"),
+        ({"fixed": {"rows": 2}}, "rows is fixed and an axis"),
+        ({"refused": [[1, 2, "bad"]]}, "needs 3 sizes and a reason"),
+        ({"refused": [[1, 2, 3, "bad"]]}, "has a time as well"),
     ],
 )
 def test_bad_rows_are_refused(tmp_path, change, reason):
@@ -52,3 +59,33 @@ def test_what_is_missing_is_named(tmp_path):
     group = {key: value for key, value in GOOD.items() if key != "source"}
     with pytest.raises(CalibrationError, match=r"group linear: source missing"):
         read_table(write(tmp_path, group))
+
+
+def test_sizes_that_rows_share_are_given_once(tmp_path):
+    group = {
+        **GOOD, "fixed": {"rows": 2, "columns": 3}, "axes": ["tokens"], "rows": [[1, 4.5], [8, 9]], "refused": [[2, "NaN"]],
+    }  # fmt: skip
+    (table,) = groups_of(write(tmp_path, group))
+    assert table.axes == ("tokens", "rows", "columns")
+    assert [sizes for sizes, _ in table.rows] == [(1.0, 2.0, 3.0), (8.0, 2.0, 3.0)]
+    assert table.refused == (((2.0, 2.0, 3.0), "NaN"),)
+
+
+def test_what_groups_share_stands_beside_them(tmp_path):
+    group = {key: value for key, value in GOOD.items() if key != "source"}
+    path = write(tmp_path, group, source="one bench", versions={"torch": "2.11"}, dtype="bfloat16")
+    table = read_table(path)
+    assert (table.gpu, table.versions, table.path) == ("h200", {"torch": "2.11"}, str(path))
+    (measured,) = table.groups
+    assert (measured.source, measured.dtype, measured.versions) == ("one bench", "bfloat16", {"torch": "2.11"})
+
+
+def test_calibrated_tables_that_ship_are_of_described_hardware():
+    for path in CALIBRATED.glob("*.json"):
+        table = read_table(path)
+        assert table.gpu == path.stem
+        assert packaged_table(GPUS[table.gpu]).groups == table.groups
+
+
+def test_hardware_without_a_table_has_none():
+    assert packaged_table(CPU_GENERIC) is None

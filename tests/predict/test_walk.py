@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,6 +95,25 @@ def test_a_model_of_sixty_layers_is_walked_within_a_second_and_a_shape_priced_in
     start = time.process_time()
     steps.time(shapes)
     assert (time.process_time() - start) / 2000 < 50e-6
+
+
+def test_a_walk_loads_no_compiler():
+    """On the meta device many functions of torch go through Python, and its compiler and sympy: a second, the first time."""
+    path = Path(__file__).parents[1] / "configs"
+    program = f"""
+import json, sys, time
+from pathlib import Path
+from firstlight.predict.layout import Layout, build
+from firstlight.predict.walk import walk_model
+start = time.process_time()
+walk_model(build(json.loads(Path("{path}/Qwen3.5-397B-A17B.json").read_text()), Layout()))
+print(time.process_time() - start)
+for name in ("DeepSeek-V3.2", "gpt-oss-120b", "Kimi-Linear-48B-A3B", "Qwen3-8B"):
+    walk_model(build(json.loads(Path(f"{path}/{{name}}.json").read_text()), Layout()))
+assert not {{"torch._dynamo", "sympy"}} & set(sys.modules)
+"""
+    seconds = float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    assert seconds < 1.0
 
 
 def test_a_split_over_ranks_divides_weights_and_adds_collectives():

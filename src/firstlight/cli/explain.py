@@ -44,7 +44,11 @@ def command(
     from dataclasses import replace
 
     from firstlight.cli.tables import table_console
+    from firstlight.config import EngineOptions
     from firstlight.errors import FirstlightError
+    from firstlight.hardware.calibration import packaged_table
+    from firstlight.models.activations import planned_bytes
+    from firstlight.models.buckets import bucket_ladder, resolve_options
     from firstlight.models.registry import PREDICTED_ONLY
     from firstlight.predict import report
     from firstlight.predict.layout import Layout, build, gpu_of, step_model
@@ -52,7 +56,7 @@ def command(
     from firstlight.predict.shape import StepShape
     from firstlight.predict.speculation import Speculation, draft_seconds
     from firstlight.predict.step_time import Conditions
-    from firstlight.predict.what_if import changes
+    from firstlight.predict.what_if import Change, changes
     from firstlight.step import Bucket
     from firstlight.weights.checkpoint import GgufCheckpoint, open_checkpoint
 
@@ -73,7 +77,8 @@ def command(
     conditions = Conditions(graph=not eager, skew=skew, two_batch_overlap=overlap, tuned=not bound)
     tokens = batch * (1 + drafts) + prefill
     bucket = Bucket(0, tokens, max(batch, 1), max(prefill, 1), max(context, prompt), max(batch, 1)) if bound else None
-    priced = step_model(built, hardware, layout, conditions, bucket=bucket)
+    table = packaged_table(hardware) if bound else None
+    priced = step_model(built, hardware, layout, conditions, bucket=bucket, table=table)
     shape = StepShape.of_decode(batch, context, 1 + drafts) if batch else StepShape()
     if prefill:
         length = min(prompt, prefill)
@@ -111,9 +116,15 @@ def command(
         )
     for line in report.summary(step, priced, batch + prefill, batch, gained):
         console.print(line)
+    defaults = resolve_options(EngineOptions.load({"model": model}), hardware)
+    # The steps of an engine with its defaults; `built` is walked as it is, so every bucket finds it at the first place.
+    steps = [replace(bucket, index=0) for bucket in bucket_ladder(defaults, context, hardware)]
+    planned = planned_bytes(built, steps, page_size=defaults.page_size)
     console.print(
         report.memory_line(
-            memory_of(built, hardware, workspace=priced.model.workspace), batch, max(context, prompt if prefill else 1)
+            memory_of(built, hardware, planned=planned + priced.model.workspace),
+            batch,
+            max(context, prompt if prefill else 1),
         )
     )
     console.print(report.step_table(step))
@@ -123,6 +134,5 @@ def command(
     for bar in report.picture(step):
         console.print(bar)
     if what_if and not drafts:
-        console.print(
-            report.change_table(changes(config, built, priced, layout, shape), float(step.seconds[0]), priced.mesh.size)
-        )
+        now = Change("", float(step.seconds[0]), priced.mesh.size, False, layout.data_parallel)
+        console.print(report.change_table(changes(config, built, priced, layout, shape), now))

@@ -1,6 +1,7 @@
 """GPUs as data: what each can do at most, how it is linked, what it costs to rent, and where that was published.
 
-Peaks are dense (without structured sparsity) operations a second. Efficiencies are no part of a description: they belong
+Peaks are dense (without structured sparsity) operations a second. Memory that makers state in GB counts in GiB: a program sees
+139.8 GiB of an H200's 141. Efficiencies are no part of a description: they belong
 to kernels. Prices are typical on-demand rents of 2026, rounded; every command that prints money lets you give your own.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from firstlight.hardware.description import Hardware, Link
 
-TERA, GIGABYTE, MICROSECOND = 1e12, 1_000_000_000, 1e-6
+TERA, MICROSECOND = 1e12, 1e-6
 
 NIC_400G = Link(50e9, 5 * MICROSECOND, 1 << 20)
 """One 400 Gbit/s port a GPU, as in HGX and OAM servers."""
@@ -51,7 +52,7 @@ def _gpu(
         architecture=architecture,
         peak=peak,
         bandwidth=bandwidth,
-        memory=gigabytes * GIGABYTE,
+        memory=gigabytes << 30,
         multiprocessors=multiprocessors,
         l2=l2_mib << 20,
         links=links,

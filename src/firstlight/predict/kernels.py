@@ -7,19 +7,21 @@ here, once, for all models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
 from firstlight.hardware import Hardware
 from firstlight.ops.binding import PARTS
 from firstlight.ops.op import REFERENCE
+from firstlight.ops.sizes import Sizes
 from firstlight.predict import constants
 from firstlight.predict.dims import Dims
 from firstlight.predict.shape import Numbers
-from firstlight.predict.walk import VARIABLES, WalkedCall, WalkedModel
+from firstlight.predict.walk import BASE, VARIABLES, WalkedCall, WalkedModel
 
 INDEX = {name: i for i, name in enumerate(VARIABLES)}
 TAKEN_APART = frozenset({"moe"})
@@ -39,13 +41,19 @@ HEAVY = {
 """Ops whose kernels have efficiencies of their own; the others are bound by bytes."""
 
 
+MAKES_NO_FLOAT8 = frozenset({"attention", "state", "experts"})
+"""Kinds of kernels whose result is quantised by a kernel of its own where an FP8 product reads it. Elementwise ones (norms,
+activations) write FP8 themselves in well-kept engines, and a product after a product reads the same input."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel, or a few that start one after another.
 
     name: for tables. op, label: whose efficiency it has. kind: "product", "experts", "attention", "state", "elementwise",
     "collective", "dispatch" or "combine". dtype: of the multiply. flops, moved, sent, chain: over VARIABLES. launches: kernels
-    started each time. count: times a step. segment: "attention", "feed_forward" or "".
+    started each time. count: times a step. segment: "attention", "feed_forward" or "". provider, call, sizes: who computes it where
+    providers are bound, the op that it is one call of, and that call's sizes.
     """
 
     name: str
@@ -62,6 +70,8 @@ class Kernel:
     launches: int = 1
     segment: str = ""
     provider: str = ""
+    call: str = ""
+    sizes: Sizes | None = None
 
 
 def kernels_of(
@@ -69,22 +79,29 @@ def kernels_of(
     hardware: Hardware,
     choices: Mapping[tuple[str, str], str] | None = None,
     exchanged: bool = False,
+    measured: Callable[[Kernel], bool] = lambda kernel: False,
 ) -> list[Kernel]:
     """The kernels of a step.
 
     choices: providers bound in a bucket; None: those of a well-kept engine, fused where all are. exchanged: tokens come to
-    experts from other ranks.
+    experts from other ranks. measured: whether a kernel's whole call was, with all that runs beside its products.
     """
     found: list[Kernel] = []
+    before: Kernel | None = None
     for _, group in groupby(model.calls, key=lambda call: _fused(call, choices) or id(call)):
         calls = list(group)
         collectives = [call for call in calls if call.cost["messages"].any() or call.cost["sent"].any()]
         calls = [call for call in calls if call not in collectives and _works(call)]
         found += [_collective(call) for call in collectives]
+        if not calls:
+            continue
         if len(calls) > 1:
-            found.append(_joined(calls, hardware))
-        elif calls:
-            found += _alone(calls[0], hardware, exchanged)
+            made = [_joined(calls, hardware, choices)]
+        else:
+            whole = _whole(calls[0], hardware, choices)
+            made = [whole] if measured(whole) else list(_parts(whole, calls[0], exchanged, before))
+        found += made
+        before = made[0]
     return list(_merged(found))
 
 
@@ -96,7 +113,7 @@ def _fused(call: WalkedCall, choices: Mapping[tuple[str, str], str] | None) -> t
     """The occurrence of a composite whose parts are one kernel with this call's, if there is one."""
     for name, number in call.inside:
         if choices is not None:
-            if choices.get((call.path, name), REFERENCE) not in (PARTS, REFERENCE):
+            if _provided(call, name, choices):
                 return name, number
         elif name not in TAKEN_APART and (name not in FUSED_IN_DECODE or call.label == "decode"):
             return name, number
@@ -127,10 +144,23 @@ def _dtype(call: WalkedCall, hardware: Hardware) -> str:
     return call.dims.format if call.dims.block_scaled and call.dims.format in hardware.peak else dtype
 
 
-def _joined(calls: list[WalkedCall], hardware: Hardware) -> Kernel:
+def _bound(call: WalkedCall, choices: Mapping[tuple[str, str], str] | None) -> dict[str, Any]:
+    """Who computes a call, or the composite that it is a part of."""
+    if choices is None:
+        return {}
+    level = next((i for i, (name, _) in enumerate(call.inside) if _provided(call, name, choices)), len(call.inside))
+    op = call.inside[level][0] if level < len(call.inside) else call.op
+    return {"provider": choices.get((call.path, op), REFERENCE), "call": op, "sizes": call.sizes[level]}
+
+
+def _provided(call: WalkedCall, name: str, choices: Mapping[tuple[str, str], str]) -> bool:
+    return choices.get((call.path, name), REFERENCE) not in (PARTS, REFERENCE)
+
+
+def _joined(calls: list[WalkedCall], hardware: Hardware, choices: Mapping[tuple[str, str], str] | None) -> Kernel:
     """Several calls as one kernel: what one passes on to the next never reaches memory."""
     first = calls[0]
-    heavy = next((call for call in calls if call.op in HEAVY), first)
+    heavy = max((call for call in calls if call.op in HEAVY), key=_operations, default=first)
     kind = HEAVY.get(heavy.op, "elementwise")
     outer = first.inside[0][0]
     return Kernel(
@@ -140,14 +170,14 @@ def _joined(calls: list[WalkedCall], hardware: Hardware) -> Kernel:
         kind=kind,
         count=first.count,
         dims=heavy.dims,
-        dtype=_flops(heavy)[0],
+        dtype=_dtype(heavy, hardware),
         flops=np.sum([_flops(call)[1] for call in calls], axis=0),
         moved=np.maximum(np.sum([_moved(call) - 2 * call.passed_on for call in calls], axis=0), 0.0),
         chain=np.sum([call.cost["chain"] for call in calls], axis=0)
         if kind == "state" and first.label == "prefill"
         else _zero(),
         segment=_segment(first.path),
-        provider="fused",
+        **_bound(first, choices),
     )
 
 
@@ -155,10 +185,16 @@ def _zero() -> Numbers:
     return np.zeros(len(VARIABLES))
 
 
-def _alone(call: WalkedCall, hardware: Hardware, exchanged: bool) -> Iterator[Kernel]:
+def _operations(call: WalkedCall) -> float:
+    """Operations in the step that models are walked at."""
+    return float(_flops(call)[1] @ np.array([1.0, *(BASE[name] for name in VARIABLES[1:])]))
+
+
+def _whole(call: WalkedCall, hardware: Hardware, choices: Mapping[tuple[str, str], str] | None) -> Kernel:
+    """A call as one kernel."""
     kind = HEAVY.get(call.op, "elementwise")
     dtype = _dtype(call, hardware)
-    kernel = Kernel(
+    return Kernel(
         name=_name(call),
         op=call.op,
         label=call.label,
@@ -170,13 +206,19 @@ def _alone(call: WalkedCall, hardware: Hardware, exchanged: bool) -> Iterator[Ke
         moved=_moved(call),
         chain=call.cost["chain"] if call.label == "prefill" else _zero(),
         segment=_segment(call.path),
+        **_bound(call, choices),
     )
-    quantises = call.dims.block_scaled and dtype == call.dims.format
+
+
+def _parts(kernel: Kernel, call: WalkedCall, exchanged: bool, before: Kernel | None) -> Iterator[Kernel]:
+    """A call as kernels: the heavy one, and those beside it. before: the kernel that runs before them."""
+    kind = kernel.kind
+    quantises = call.dims.block_scaled and kernel.dtype == call.dims.format
     if call.op == "latent_attention":
         yield from _latent(kernel)
         return
     yield kernel
-    if kind == "product" and quantises:
+    if kind == "product" and quantises and before is not None and before.kind in MAKES_NO_FLOAT8:
         tokens = kernel.flops / (2.0 * call.dims.sizes["rows"] * call.dims.sizes["columns"])
         yield _elementwise(kernel, "quantise", tokens * call.dims.sizes["columns"] * 3.0)
     elif kind == "experts":
@@ -270,6 +312,17 @@ def _merged(kernels: list[Kernel]) -> Iterator[Kernel]:
     for kernel in kernels:
         vectors = tuple(vector.tobytes() for vector in (kernel.flops, kernel.moved, kernel.sent, kernel.chain))
         dims = (*sorted(kernel.dims.sizes.items()), kernel.dims.format, kernel.dims.limit)
-        key = (kernel.op, kernel.label, kernel.kind, kernel.dtype, dims, kernel.launches, kernel.segment, vectors)
+        bound = (kernel.provider, kernel.call, kernel.sizes.key if kernel.sizes else ())
+        key = (
+            kernel.op,
+            kernel.label,
+            kernel.kind,
+            kernel.dtype,
+            dims,
+            kernel.launches,
+            kernel.segment,
+            vectors,
+            bound,
+        )
         found[key] = replace(found[key], count=found[key].count + kernel.count) if key in found else kernel
     yield from found.values()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from firstlight.cache.spec import SlotSpec
 from firstlight.errors import FirstlightError
 from firstlight.hardware import GPUS, Hardware
+from firstlight.hardware.calibration import Table
+from firstlight.hardware.timings import Timings
 from firstlight.models import CausalModel, build_model
 from firstlight.models.config import text_section
 from firstlight.nn.module import Module
@@ -104,7 +106,20 @@ def step_model(
     *,
     page_size: int = 16,
     bucket: Bucket | None = None,
+    table: Table | None = None,
+    overrides: Sequence[str] = (),
 ) -> StepModel:
-    """The priced model. bucket: where to bind, for conditions that ask for the providers bound here."""
-    walked = walk_model(model, page_size=page_size, hardware=hardware if bucket else None, bucket=bucket)
-    return StepModel(walked, hardware, layout.mesh, conditions or Conditions())
+    """The priced model.
+
+    bucket: where to bind, for conditions that ask for the providers bound here; table, overrides: for binding as the engine
+    does, and for how long the bound providers take.
+    """
+    walked = walk_model(
+        model,
+        page_size=page_size,
+        hardware=hardware if bucket else None,
+        bucket=bucket,
+        overrides=overrides,
+        timings=Timings(table) if table else None,
+    )
+    return StepModel(walked, hardware, layout.mesh, conditions or Conditions(), table)

@@ -11,6 +11,7 @@ from firstlight.hardware import Hardware, Link
 from firstlight.parallel import Mesh
 from firstlight.predict import constants
 from firstlight.predict.dims import Dims
+from firstlight.predict.efficiency import Curve
 from firstlight.predict.kernels import Kernel
 from firstlight.predict.shape import Numbers, StepShape
 from firstlight.predict.walk import VARIABLES, WalkedModel
@@ -28,25 +29,24 @@ def link_of(hardware: Hardware, ranks: int) -> Link:
     raise ValueError(f"{hardware.name}: no described link connects {ranks} GPUs")
 
 
-def _share(hardware: Hardware, link: Link) -> float:
-    return constants.LINK_SHARE if link is hardware.links[0] else constants.NETWORK_SHARE
-
-
-def seconds(kernel: Kernel, sent: Numbers, hardware: Hardware, mesh: Mesh, shape: StepShape) -> tuple[Numbers, Numbers]:
-    """(seconds, least seconds) of a message; 0 where nothing is sent."""
+def seconds(
+    kernel: Kernel, sent: Numbers, hardware: Hardware, mesh: Mesh, shape: StepShape, efficiency: Curve
+) -> tuple[Numbers, Numbers]:
+    """(seconds, least seconds) of a message; 0 where nothing is sent. efficiency: of collectives inside a server."""
     if kernel.kind == "collective":
         ranks = kernel.dims.sizes["ranks"]
         link = link_of(hardware, ranks)
-        start = constants.COLLECTIVE_START + constants.COLLECTIVE_PER_RANK * (ranks - 2)
-        if link is not hardware.links[0]:
-            start += constants.ALL_TO_ALL_START
         floor = sent / link.bandwidth
-        return floor / _share(hardware, link) + start * (sent > 0), floor
+        if link is not hardware.links[0]:
+            start = constants.HEAVY_START["all_reduce"] + constants.ALL_TO_ALL_START
+            return floor / constants.NETWORK_SHARE + start * (sent > 0), floor
+        size = sent / 2 * ranks / (ranks - 1)
+        return floor / efficiency.at(size) + constants.HEAVY_START["all_reduce"] * (sent > 0), floor
     inside, across = _exchanged(kernel, sent, hardware, mesh, shape)
     near, far = hardware.links[0], hardware.links[-1]
     floor = np.maximum(inside / near.bandwidth, across / far.bandwidth)
     taken = np.maximum(inside / near.bandwidth / constants.LINK_SHARE, across / far.bandwidth / constants.NETWORK_SHARE)
-    start = constants.ALL_TO_ALL_START if mesh.ep.size > near.reach else 4 * constants.COLLECTIVE_START
+    start = constants.ALL_TO_ALL_START if mesh.ep.size > near.reach else constants.EXCHANGE_START
     return taken + start * (sent > 0), floor
 
 

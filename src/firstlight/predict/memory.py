@@ -10,8 +10,6 @@ from firstlight.models import CausalModel
 from firstlight.nn.module import Module, caches
 from firstlight.scheduling.arena import CacheGeometry, split_arena
 
-DEVICE_SHARE = 0.9
-"""Of a GPU's free memory after loading, what an engine takes for caches; the rest is for activations and libraries."""
 CONTEXT_BYTES = 600 << 20
 """What a process holds on a GPU before it loads anything: the driver's context, libraries' kernels and workspaces."""
 
@@ -48,17 +46,18 @@ def memory_of(
     hardware: Hardware,
     *,
     cache_bytes: int = 0,
-    workspace: int = 0,
-    page_size: int = 16,
+    planned: int = 0,
+    page_size: int = 64,
     max_running: int = 256,
     checkpoint_bytes: int = 0,
 ) -> Memory:
     """The pools of a rank, split by the very function that an engine splits them with.
 
-    cache_bytes: as given to the engine; 0: what the GPU has left. workspace: scratch memory of the bound providers.
+    cache_bytes: as given to the engine; 0: what the GPU has left. planned: what the engine keeps for steps (see
+    `models.activations.planned_bytes`), with the scratch memory of the bound providers.
     """
     weights = weight_bytes(model)
-    total = cache_bytes or int((hardware.memory - CONTEXT_BYTES - weights) * DEVICE_SHARE) - workspace
+    total = cache_bytes or hardware.memory - CONTEXT_BYTES - weights - planned
     specs = list(caches(model).values())
     try:
         geometry = split_arena(

@@ -182,19 +182,19 @@ def memory_line(memory: Memory, requests: int, context: int) -> Text:
     return Text(text if fits >= requests else f"{text}, not {requests:,}", style="" if fits >= requests else "red")
 
 
-def change_table(found: Iterable[Change], seconds: float, gpus: int) -> Table:
+def change_table(found: Iterable[Change], now: Change) -> Table:
     """Each change with its time, and tokens a GPU against the step as it is."""
     table = _table("What if")
     table.add_column("change", overflow="fold")
     for name in ("time", "latency", "tokens/s/GPU"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
-    for change in sorted(found, key=lambda change: change.seconds * change.gpus):
+    for change in sorted(found, key=lambda change: -change.rate(1.0)):
         table.add_row(
             change.name,
             duration(change.seconds),
-            f"{change.seconds / seconds - 1:+.1%}",
-            f"{seconds * gpus / change.seconds / change.gpus - 1:+.1%}",
+            f"{change.seconds / now.seconds - 1:+.1%}",
+            f"{change.rate(1.0) / now.rate(1.0) - 1:+.1%}",
             "changes answers" if change.lossy else "",
         )
     return table

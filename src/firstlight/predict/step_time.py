@@ -13,10 +13,22 @@ from functools import cached_property
 import numpy as np
 
 from firstlight.hardware import Hardware
+from firstlight.hardware.calibration import Table
 from firstlight.parallel import Mesh
 from firstlight.predict import constants, links, overlap
-from firstlight.predict.efficiency import GRID, Curve, curve, flat
-from firstlight.predict.floor import expert_row_bytes, padded, padded_experts, peak, product_bytes
+from firstlight.predict.calibrated import CalibratedKernel, calibrated_kernel, find
+from firstlight.predict.constants import HEAVY_START
+from firstlight.predict.efficiency import GRID, Curve, curve, flat, sustained
+from firstlight.predict.floor import (
+    CHUNK,
+    chunk_seconds,
+    expert_row_bytes,
+    multiplied,
+    padded,
+    padded_experts,
+    peak,
+    product_bytes,
+)  # fmt: skip
 from firstlight.predict.kernel_time import KernelTime
 from firstlight.predict.kernels import INDEX, Kernel, kernels_of
 from firstlight.predict.shape import Numbers, Part, StepShape, distinct_experts
@@ -25,9 +37,18 @@ from firstlight.predict.walk import VARIABLES, WalkedModel
 DEFAULTS = {
     "product": constants.MATRIX_PEAK,
     "experts": constants.MATRIX_PEAK,
-    "state": constants.STREAM_BANDWIDTH,
 }
-"""Efficiency where nothing was measured; attention's differs between decode (bytes) and prefill (operations)."""
+"""Efficiency where nothing was measured; those of attention and states differ between decode (bytes) and prefill."""
+
+
+def weight_form(kernel: Kernel) -> str:
+    """The format that a product's or experts' rows in tables have: its weights' where those are 4 bits, else its multiply's."""
+    return kernel.dims.format if kernel.dims.format == "mxfp4" else kernel.dtype
+
+
+def _rows_of(kernel: Kernel) -> str:
+    """Which rows of a step a kernel sees: its label, or "logits" for those after the last layer."""
+    return kernel.label or ("logits" if (kernel.flops + kernel.moved)[INDEX["logits"]] else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +90,28 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepModel:
-    """Prices steps of a walked model on a GPU."""
+    """Prices steps of a walked model on a GPU.
+
+    table: of the providers that are bound here, for conditions that ask for them; kernels that it doesn't have are priced as a
+    tuned engine's.
+    """
 
     model: WalkedModel
     hardware: Hardware
     mesh: Mesh = field(default_factory=Mesh)
     conditions: Conditions = field(default_factory=Conditions)
+    table: Table | None = None
 
     @cached_property
     def _kernels(self) -> list[tuple[Kernel, Curve]]:
         choices = None if self.conditions.tuned else self.model.choices or {}
-        kernels = kernels_of(self.model, self.hardware, choices, exchanged=self.mesh.ep.size > 1)
+        kernels = kernels_of(
+            self.model,
+            self.hardware,
+            choices,
+            exchanged=self.mesh.ep.size > 1,
+            measured=lambda kernel: self._calibrated(kernel) is not None,
+        )
         kernels += links.expert_exchange(self.model, self.mesh, kernels)
         curves = [self._curve(kernel) for kernel in kernels]
         if any(found.includes == "activation" for found in curves):  # timed with the products of experts
@@ -90,13 +122,16 @@ class StepModel:
 
     def _curve(self, kernel: Kernel) -> Curve:
         default = DEFAULTS.get(kernel.kind, constants.ELEMENTWISE_BANDWIDTH)
-        if kernel.kind == "attention":
-            default = constants.STREAM_BANDWIDTH if kernel.label == "decode" else constants.ATTENTION_PEAK
-        if kernel.kind in ("elementwise", "collective", "dispatch", "combine"):
+        if kernel.kind in ("attention", "state"):
+            prefill = constants.ATTENTION_PEAK if kernel.kind == "attention" else constants.CHUNK_PEAK
+            default = constants.STREAM_BANDWIDTH if kernel.label == "decode" else prefill
+        if kernel.kind == "collective":
+            return curve("all_reduce", "", self.hardware, "bfloat16", kernel.dims.sizes, constants.LINK_SHARE)
+        if kernel.kind in ("elementwise", "dispatch", "combine"):
             return flat(default)
         label = kernel.label if kernel.kind in ("attention", "state") else ""
         op = "experts" if kernel.kind == "experts" else kernel.op
-        form = kernel.dims.format if kernel.kind in ("attention", "state") else kernel.dtype
+        form = kernel.dims.format if kernel.kind in ("attention", "state") else weight_form(kernel)
         return curve(op, label, self.hardware, form, kernel.dims.sizes, default)
 
     def time(self, shape: StepShape) -> StepTime:
@@ -127,7 +162,7 @@ class StepModel:
             if key not in variables:
                 variables[key] = self._variables(shape, *key)
             items.append(self._item(kernel, efficiency, shape, variables[key], processors))
-        return items
+        return self._heated(items)
 
     def _variables(self, shape: StepShape, label: str, limit: int) -> Numbers:
         """[variables, shapes]: what a kernel's coefficients are multiplied by."""
@@ -157,25 +192,24 @@ class StepModel:
     def _item(
         self, kernel: Kernel, efficiency: Curve, shape: StepShape, variables: Numbers, processors: float
     ) -> KernelTime:
-        flops, moved, chain = (vector @ variables for vector in (kernel.flops, kernel.moved, kernel.chain))
-        memory = moved / self.hardware.bandwidth
+        flops, moved = (vector @ variables for vector in (kernel.flops, kernel.moved))
         if kernel.kind in ("collective", "dispatch", "combine"):
-            seconds, floor = links.seconds(kernel, kernel.sent @ variables, self.hardware, self.mesh, shape)
+            sent = kernel.sent @ variables
+            seconds, floor = links.seconds(kernel, sent, self.hardware, self.mesh, shape, efficiency)
             bound: Sequence[str] = ["link"] * len(seconds)
-            return self._total(kernel, efficiency, np.ones(1), seconds, floor, flops, moved, bound)
-        # States are kept in float32, but chunks of tokens are multiplied by the matrix units.
-        rate = peak(self.hardware, "bfloat16" if kernel.kind == "state" else kernel.dtype or "float32")
-        compute = flops / rate
+            return self._total(kernel, efficiency, sent, seconds, floor, flops, moved, bound)
+        memory, compute = self._sides(kernel, flops, moved)
         floor = np.maximum(memory, compute)
         bound = [str(side) for side in np.where(memory >= compute, "memory", "compute")]
         active = (moved > 0) | (flops > 0)
         size = np.ones(1)
-        if kernel.kind == "elementwise":
+        if found := self._calibrated(kernel):
+            work = found.seconds(shape, _rows_of(kernel), floor)
+        elif kernel.kind == "elementwise":
             work = memory / constants.ELEMENTWISE_BANDWIDTH + constants.SMALL_KERNEL * kernel.launches * active
         else:
             size = self._size(kernel, flops, variables)
             work = self._work(kernel, efficiency, size, flops, moved, variables, processors)
-            work = np.maximum(work, chain * constants.CHAIN_SECONDS)
         seconds = np.maximum(work, floor)
         return self._total(kernel, efficiency, size, seconds, floor, flops, moved, bound)
 
@@ -187,18 +221,23 @@ class StepModel:
         if kernel.kind == "experts":
             size = size * kernel.dims.sizes["top_k"] / kernel.dims.sizes["experts"]
         origin, spread, source = efficiency.trust(size)
+        if found := self._calibrated(kernel):
+            origin, spread, source = "interpolated", found.spread, f"{found.provider} on {found.gpu}"
         return KernelTime(kernel, seconds * n, floor * n, flops * n, moved * n, bound, origin, spread, source)
 
     @staticmethod
     def _size(kernel: Kernel, flops: Numbers, variables: Numbers) -> Numbers:
-        """What a kernel's efficiency depends on: tokens of a product or of experts, query length, keys, or requests."""
+        """What a kernel's efficiency depends on: tokens of a product, experts or prompts, keys of a decode, rows of states."""
         sizes = kernel.dims.sizes
         if kernel.kind == "product":
             return flops / (2.0 * sizes["rows"] * sizes["columns"])
         if kernel.kind == "experts":
             return flops / (6.0 * sizes["hidden"] * sizes["intermediate"] * sizes["top_k"])
         if kernel.label == "prefill":
-            return variables[INDEX["prefill_tokens"]] / np.maximum(variables[INDEX["prefill_requests"]], 1)
+            tokens = variables[INDEX["prefill_tokens"]]
+            return (
+                tokens if kernel.kind == "attention" else tokens / np.maximum(variables[INDEX["prefill_requests"]], 1)
+            )
         return variables[INDEX["keys" if kernel.kind == "attention" else "decode_requests"]]
 
     def _work(
@@ -213,31 +252,41 @@ class StepModel:
     ) -> Numbers:
         """Seconds of a heavy kernel: a start, then its roofline at its efficiency."""
         active = (flops > 0) | (moved > 0)
-        start = constants.HEAVY_START[kernel.kind] * kernel.launches * active
+        start = HEAVY_START[kernel.kind] * kernel.launches * active
         if kernel.kind in ("product", "experts"):
             times = self._curve_of_times(kernel, efficiency, processors)
             return (np.exp(np.interp(np.log2(np.maximum(size, 1.0)), np.log2(GRID), times)) + start) * active
-        rate = peak(self.hardware, kernel.dtype or "float32") * processors * constants.SUSTAINED_CLOCK
+        dtype = kernel.dtype or "float32"
+        rate = peak(self._sustained, dtype) * processors
         if kernel.kind == "state" and kernel.label == "prefill":
-            # Chunks are multiplied by the matrix units, with more operations than the recurrence has.
-            rate = peak(self.hardware, "bfloat16") * processors * constants.PREFILL_STATE_PEAK
             memory = moved / self.hardware.bandwidth / constants.STREAM_BANDWIDTH
-            return np.maximum(flops / rate, memory) + start
+            chain = self._chain(kernel, variables) / processors
+            return np.maximum(chain / efficiency.at(size), memory) + HEAVY_START["chunks"] * active
         memory, beside = moved / self.hardware.bandwidth, np.zeros_like(moved)
         if (
             kernel.kind == "attention" and kernel.label == "decode"
         ):  # queries and results, however long the contexts are
             cached = kernel.moved[INDEX["keys"]] * variables[INDEX["keys"]] / self.hardware.bandwidth
             memory, beside = cached, (memory - cached) / constants.STREAM_BANDWIDTH
-        return np.maximum(flops / rate, memory) / efficiency.at(size) + beside + start
+        query = variables[INDEX["prefill_tokens"]] / np.maximum(variables[INDEX["prefill_requests"]], 1)
+        return np.maximum(flops / rate, memory) / efficiency.at(size, query) + beside + start
+
+    def _chain(self, kernel: Kernel, variables: Numbers) -> Numbers:
+        """Least seconds of the chains of chunks of a prefill's states: the longest request's, or queues of all heads."""
+        sizes = kernel.dims.sizes
+        chunk = chunk_seconds(sizes["value_dim"], sizes["key_dim"], self._sustained)
+        requests = np.maximum(variables[INDEX["prefill_requests"]], 1)
+        queue = np.maximum(np.ceil(requests * sizes["heads"] / self.hardware.multiprocessors - 1e-9), 1.0)
+        chunks = variables[INDEX["prefill_tokens"]] / CHUNK
+        return np.maximum(kernel.chain @ variables, queue * chunks / requests) * chunk
 
     def _curve_of_times(self, kernel: Kernel, efficiency: Curve, processors: float) -> Numbers:
         """ln(seconds) of a product over GRID tokens: it depends on nothing else. It never falls as tokens are added."""
         key = (id(kernel), processors)
         if key not in self._times:
             sizes = kernel.dims.sizes
-            rate = peak(self.hardware, kernel.dtype) * processors * constants.SUSTAINED_CLOCK
-            form = kernel.dtype
+            form = multiplied(weight_form(kernel), self.hardware)
+            rate = peak(self._sustained, form) * processors
             moved = np.full_like(GRID, kernel.moved[0])
             if kernel.kind == "product":
                 moved = moved + GRID * product_bytes(sizes["rows"], sizes["columns"], form)
@@ -255,6 +304,60 @@ class StepModel:
             times = np.maximum(operations / rate, moved / self.hardware.bandwidth) / efficiency.at(size)
             self._times[key] = np.log(np.maximum.accumulate(times))
         return self._times[key]
+
+    def _sides(self, kernel: Kernel, flops: Numbers, moved: Numbers) -> tuple[Numbers, Numbers]:
+        """Seconds of a kernel's bytes and of its operations at the datasheet's rates."""
+        # States are kept in float32, but chunks of tokens are multiplied by the matrix units.
+        dtype = "bfloat16" if kernel.kind == "state" else kernel.dtype or "float32"
+        return moved / self.hardware.bandwidth, flops / peak(self.hardware, dtype)
+
+    def calibrated_share(self, shape: StepShape) -> float:
+        """Share of a step's time that rows of the providers bound here stand behind."""
+        items = self.time(shape).kernels
+        own = sum(float(item.seconds[0]) for item in items if self._calibrated(item.kernel))
+        return own / sum(float(item.seconds[0]) for item in items)
+
+    def _calibrated(self, kernel: Kernel) -> CalibratedKernel | None:
+        """The rows of a kernel's provider in the calibrated table, if there are any."""
+        if self.table is None or not kernel.call or kernel.sizes is None:
+            return None
+        key = (kernel.call, kernel.label, kernel.provider, kernel.sizes.key, _rows_of(kernel))
+        if key not in self._found:
+            groups = find(self.table, kernel.call, kernel.label, kernel.provider, kernel.sizes)
+
+            def floor_of(shape: StepShape) -> Numbers:
+                variables = self._variables(shape, kernel.label, kernel.dims.limit)
+                return np.maximum(*self._sides(kernel, kernel.flops @ variables, kernel.moved @ variables))
+
+            self._found[key] = calibrated_kernel(groups, kernel.label, floor_of)
+        return self._found[key]
+
+    @cached_property
+    def _found(self) -> dict[tuple[object, ...], CalibratedKernel | None]:
+        return {}
+
+    @cached_property
+    def _sustained(self) -> Hardware:
+        return sustained(self.hardware)
+
+    def _heated(self, items: list[KernelTime]) -> list[KernelTime]:
+        """The kernels of a step at the clock that it leaves.
+
+        The more of a step's least time is bound by the matrix units, the more power it takes, and the less of their rate is left
+        where power is what limits it.
+        """
+        whole = np.sum([item.floor for item in items if item.bound[0] != "link"], axis=0)
+        computing = [np.array([side == "compute" for side in item.bound]) for item in items]
+        heat = np.sum([item.floor * busy for item, busy in zip(items, computing, strict=True)], axis=0)
+        slower = heat / np.where(whole > 0, whole, 1.0) * (1 / constants.SUSTAINED_CLOCK - 1)
+        return [
+            replace(item, seconds=item.seconds * (1 + slower * busy)) if self._power_limited(item.kernel) else item
+            for item, busy in zip(items, computing, strict=True)
+        ]
+
+    def _power_limited(self, kernel: Kernel) -> bool:
+        dtype = "bfloat16" if kernel.kind == "state" else multiplied(weight_form(kernel), self.hardware) or "float32"
+        return peak(self._sustained, dtype) < constants.POWER_LIMITED * peak(self.hardware, dtype)
 
     @cached_property
     def _times(self) -> dict[tuple[int, float], Numbers]:

@@ -18,11 +18,13 @@ import numpy as np
 import torch
 
 from firstlight.hardware import Hardware
+from firstlight.hardware.timings import Timings
 from firstlight.models.causal import CausalModel
 from firstlight.models.walk import meta_step, record, walk
 from firstlight.ops.binding import Choice, bind, parse_overrides
 from firstlight.ops.observe import Bound
 from firstlight.ops.op import Op, Shape, sites
+from firstlight.ops.sizes import Sizes, sizes_of
 from firstlight.predict.dims import Dims, dims_of
 from firstlight.predict.shape import Numbers
 from firstlight.quant import Packed
@@ -48,7 +50,7 @@ class WalkedCall:
     path: of its first occurrence. label: "decode", "prefill", or "" for all rows. inside: the composite ops that it is a part
     of, outermost first, each with the number of that occurrence. cost: coefficients by figure ("read", "flops:bfloat16", ...),
     each over VARIABLES. passed_on: bytes that only the next part of the composite reads, over VARIABLES: a fused kernel
-    saves them twice.
+    saves them twice. sizes: of the composites' calls in the order of `inside`, then of this one's.
     """
 
     op: str
@@ -59,6 +61,7 @@ class WalkedCall:
     dims: Dims
     cost: Mapping[str, Numbers]
     passed_on: Numbers
+    sizes: tuple[Sizes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class _Seen:
     label: str
     inside: tuple[tuple[str, int], ...]
     call: tuple[tuple[Any, ...], dict[str, Any]]
+    around: tuple[tuple[Op, tuple[Any, ...], dict[str, Any]], ...] = ()
     passed_on: float = 0.0
 
 
@@ -97,13 +101,17 @@ def walk_model(
     hardware: Hardware | None = None,
     bucket: Bucket | None = None,
     overrides: Sequence[str] = (),
+    timings: Timings | None = None,
 ) -> WalkedModel:
-    """Take the costs of a model that is on the meta device; with `bucket`, also bind it there for the described hardware."""
+    """Take the costs of a model that is on the meta device; with `bucket`, also bind it there for the described hardware.
+
+    overrides, timings: for binding, as the engine takes them.
+    """
     layers, counts = _distinct_layers(model, page_size)
     choices, workspace = None, 0
     with _only(model, layers):
         if bucket is not None and hardware is not None:
-            choices, workspace = _bind(model, hardware, bucket, page_size, overrides)
+            choices, workspace = _bind(model, hardware, bucket, page_size, overrides, timings)
         calls = _costs(model, page_size, counts)
     text = model.config
     sparse = sum(text.sparse_layers) if text.num_experts else 0
@@ -156,13 +164,19 @@ def _only(model: CausalModel, layers: Sequence[int]) -> Iterator[None]:
 
 
 def _bind(
-    model: CausalModel, hardware: Hardware, bucket: Bucket, page_size: int, overrides: Sequence[str]
+    model: CausalModel,
+    hardware: Hardware,
+    bucket: Bucket,
+    page_size: int,
+    overrides: Sequence[str],
+    timings: Timings | None,
 ) -> tuple[dict[tuple[str, str], str], int]:
     """Who computes each op of each call site in a bucket, and the scratch memory of the largest call."""
     bucket = replace(bucket, index=0)
     for _, site in sites(model):
         site[:] = [site.op.reference]
-    binding = bind(record(model, [bucket], hardware, page_size), 1, hardware, parse_overrides(overrides))
+    records = record(model, [bucket], hardware, page_size)
+    binding = bind(records, 1, hardware, parse_overrides(overrides), timings=timings)
     chosen: dict[tuple[str, str], str] = {}
     for path, site in sites(model):
         for choice in site.choices:
@@ -222,7 +236,10 @@ def _costs(model: CausalModel, page_size: int, counts: Sequence[int]) -> list[Wa
         count = counts[int(layer[1])] if layer else 1
         args, kwargs = leaf.call
         dims = dims_of(leaf.op, args, kwargs)
-        calls.append(WalkedCall(leaf.op.name, leaf.path, leaf.label, count, leaf.inside, dims, coefficients, passed_on))
+        sizes = tuple(sizes_of(*call) for call in (*leaf.around, (leaf.op, args, kwargs)))
+        calls.append(
+            WalkedCall(leaf.op.name, leaf.path, leaf.label, count, leaf.inside, dims, coefficients, passed_on, sizes)
+        )
     return calls
 
 
@@ -255,20 +272,21 @@ def _leaves(model: CausalModel, at: Mapping[str, float], page_size: int) -> list
         path: str,
         label: str,
         inside: tuple[tuple[str, int], ...],
+        around: tuple[tuple[Op, tuple[Any, ...], dict[str, Any]], ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         nonlocal number
         if not op.parts:
-            leaves.append(_Seen(op, path, label, inside, (args, kwargs)))
+            leaves.append(_Seen(op, path, label, inside, (args, kwargs), around))
             return op.abstract(*args, **kwargs)
         number += 1
-        within = (*inside, (op.name, number))
+        within, beyond = (*inside, (op.name, number)), (*around, (op, args, kwargs))
         results: list[tuple[_Seen, Any]] = []
 
         def part(inner: Op, *part_args: Any, **part_kwargs: Any) -> Any:
             first = len(leaves)
-            result = call(inner, path, label, within, part_args, part_kwargs)
+            result = call(inner, path, label, within, beyond, part_args, part_kwargs)
             if len(leaves) == first + 1:
                 results.append((leaves[first], result))
             return result
@@ -281,7 +299,7 @@ def _leaves(model: CausalModel, at: Mapping[str, float], page_size: int) -> list
 
     def observe(bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         label = bound.label if bound.label in ("decode", "prefill") else ""
-        return call(bound.op, bound.path, label, (), args, dict(kwargs))
+        return call(bound.op, bound.path, label, (), (), args, dict(kwargs))
 
     walk(model, _step(model, at, page_size), observe)
     return leaves

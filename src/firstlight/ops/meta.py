@@ -1,0 +1,42 @@
+"""Torch functions that modules call between ops, without what they cost on the meta device.
+
+There torch takes many functions through Python, and the first such call imports its compiler: a second, for a shape that is
+plain. A walk that must be quick (prediction, binding) calls these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstlight.quant import Packed
+
+
+def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat` of tensors of one dtype that agree in all but `dim`; one tensor alone is returned as it is."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    if not first.is_meta:
+        return torch.cat(list(tensors), dim)
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return first.new_empty(shape)
+
+
+def subtract(x: Tensor, number: int) -> Tensor:
+    """x - number, in x.dtype."""
+    return x.new_empty(x.shape) if x.is_meta else x - number
+
+
+def without_data(value: Any) -> Any:
+    """A tensor or packed weight on the meta device, with its shape, strides and dtype; anything else as it is."""
+    if isinstance(value, Packed):
+        return replace(value, parts={name: without_data(part) for name, part in value.parts.items()})
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
