@@ -7,6 +7,8 @@ import torch
 from reference import tiny_config
 
 from firstlight.hardware import CPU_GENERIC, H200
+from firstlight.hardware.calibration import Measured, Table
+from firstlight.hardware.timings import Timings
 from firstlight.models import build_model
 from firstlight.models.walk import bind_model, meta_step, walk
 from firstlight.ops import binding
@@ -166,3 +168,135 @@ def test_workspace_of_the_largest_call_is_reported(op):
     op.provide("hungry", lambda x, weight: 0, workspace=lambda c: 100 * c.args[0].shape[0])
     records = [Record("h", CallSite(op), call(BUCKETS[1], rows=64))]
     assert binding.bind(records, 2, CPU_GENERIC).workspace == 6400
+
+
+def test_what_parts_pass_on_is_scratch_memory_too(op):
+    op.provide("hungry", lambda x, weight: 0, workspace=lambda c: 1000)
+    whole = Op(
+        "test_whole", lambda parts, x, weight: parts.test_scale(parts.test_scale(x, weight), weight),
+        abstract=lambda x, weight: torch.empty_like(x), parts=[op],
+    )  # fmt: skip
+    try:
+        site = bound(whole)
+        assert [choice.workspace for choice in site.choices] == [1000 + 4 * 8 * 4, 1000 + 64 * 8 * 4]
+    finally:
+        del REGISTRY["test_whole"]
+
+
+def timed(op_name, *providers, refused=(), tokens=(4, 64)):
+    """Timings of `test_scale`: (provider, seconds at each of `tokens`)."""
+
+    def group(name, seconds, failed=()):
+        rows = tuple(((float(n), 8.0), s) for n, s in zip(tokens, seconds, strict=True) if s)
+        failed = tuple(((float(n), 8.0), reason) for n, reason in failed)
+        return Measured(
+            "cpu", op_name, "", name, "float32", "a test", ("tokens", "columns"), rows, dtype="float32", refused=failed
+        )
+
+    groups = [group(name, seconds) for name, seconds in providers]
+    groups += [group(name, (0,) * len(tokens), failed) for name, failed in refused]
+    return Timings(Table("cpu", tuple(groups)))
+
+
+@pytest.fixture
+def three(op):
+    """The op with three providers, the slowest of them ranked highest."""
+    for name, rank in (("low", 1), ("middle", 2), ("high", 3)):
+        op.provide(name, lambda x, weight, name=name: name, rank=rank)
+    return op
+
+
+def test_the_measured_fastest_wins_in_each_bucket_and_the_account_says_so(three):
+    table = timed(three.name, ("low", (3e-6, 9e-6)), ("middle", (8e-6, 2e-6)), ("high", (9e-6, 9e-5)))
+    site = bound(three, timings=table)
+    assert [run(1, 1) for run in site] == ["low", "middle"]
+    assert site.choices[0].seconds == pytest.approx(3e-6)
+    assert site.choices[0].runner_up == ("middle", pytest.approx(8e-6))
+    assert dict(site.choices[0].refused)["high"] == "9.0 us measured, low takes 3.0 us"
+
+
+def test_where_the_table_says_nothing_rank_decides(three):
+    table = timed(three.name, ("low", (3e-6,)), ("high", (9e-6,)), tokens=(4,))
+    site = bound(three, timings=table)
+    assert [choice.provider for choice in site.choices] == ["low", "high"]
+    assert [bool(choice.seconds) for choice in site.choices] == [True, False]
+    assert dict(site.choices[0].refused)["middle"] == "not measured, low takes 3.0 us"
+    assert dict(site.choices[1].refused)["low"] == "high ranks higher"
+
+
+def test_who_failed_when_it_was_measured_is_not_chosen(three):
+    table = timed(three.name, ("low", (3e-6, 9e-6)), refused=[("high", [(4, "gives NaN")])])
+    assert bound(three, timings=table).choices[0].provider == "low"
+    nobody_timed = timed(three.name, refused=[("high", [(4, "gives NaN"), (64, "gives NaN")])])
+    site = bound(three, timings=nobody_timed)
+    assert [choice.provider for choice in site.choices] == ["middle", "middle"]
+    assert dict(site.choices[0].refused)["high"] == "failed when it was measured: gives NaN"
+
+
+def test_an_override_is_stronger_than_a_table(three):
+    table = timed(three.name, ("low", (3e-6, 9e-6)), ("high", (9e-6, 9e-6)))
+    site = bound(three, timings=table, overrides=["test_scale=high"])
+    assert {choice.provider for choice in site.choices} == {"high"}
+    assert not site.choices[0].seconds
+
+
+def test_a_lossy_provider_is_not_chosen_for_its_speed(three):
+    three.provide("rough", lambda x, weight: "rough", lossy="half the bits")
+    table = timed(three.name, ("low", (3e-6, 9e-6)), ("rough", (1e-6, 1e-6)))
+    assert bound(three, timings=table).choices[0].provider == "low"
+
+
+def test_one_provider_for_all_buckets_is_the_one_that_takes_least_in_all(three):
+    table = timed(three.name, ("low", (1e-6, 90e-6)), ("middle", (8e-6, 20e-6)), ("high", (9e-6, 95e-6)))
+    site = bound(three, timings=table, invariant=True)
+    assert [choice.provider for choice in site.choices] == ["middle", "middle"]
+
+
+def test_a_composite_is_made_of_its_parts_where_that_was_measured_faster(op):
+    op.provide("fast part", lambda x, weight: "part")
+    whole = Op(
+        "test_whole", lambda parts, x, weight: parts.test_scale(x, weight), abstract=lambda x, weight: torch.empty_like(x),
+        parts=[op],
+    )  # fmt: skip
+    try:
+        whole.provide("fused", lambda x, weight: "fused")
+        assert bound(whole)[0](1, 1) == "fused"
+        table = timed(whole.name, ("fused", (9e-6, 1e-6)), (PARTS, (3e-6, 5e-6)))
+        site = bound(whole, timings=table)
+        assert [run(1, 1) for run in site] == ["part", "fused"]
+        assert site.choices[0].runner_up == ("fused", pytest.approx(9e-6))
+        alone = timed(whole.name, (PARTS, (3e-6, 5e-6)))
+        assert bound(whole, timings=alone)[0](1, 1) == "fused", (
+            "parts alone can't be compared with what wasn't measured"
+        )
+    finally:
+        del REGISTRY["test_whole"]
+
+
+def test_a_layout_is_chosen_by_time_if_all_its_uses_were_measured(op):
+    name = "test_layout"
+    register_layout(
+        Layout(
+            name,
+            pack=lambda w: Packed({"data": w.clone()}, plain(w.dtype).with_layout(name), tuple(w.shape)),
+            unpack=lambda w: w.parts["data"],
+            accepts=lambda form, shape: None,
+            nbytes=lambda form, shape: 0,
+        )
+    )
+    try:
+        op.provide("packed", lambda x, weight: "packed", layout={"weight": name}, rank=9)
+        op.provide("plain", lambda x, weight: "plain", rank=1)
+        weight, site = torch.empty(8, device="meta"), CallSite(op)
+        records = [
+            Record("s", site, Call((torch.empty(rows, 8, device="meta"), weight), {}, bucket, CPU_GENERIC))
+            for rows, bucket in zip((4, 64), BUCKETS, strict=True)
+        ]
+        assert bind(records, 2, CPU_GENERIC).layouts == {id(weight): name}
+        table = timed(op.name, ("packed", (1e-6, 90e-6)), ("plain", (2e-6, 20e-6)))
+        assert bind(records, 2, CPU_GENERIC, timings=table).layouts == {}
+        assert [run(1, 1) for run in site] == ["plain", "plain"]
+        in_part = timed(op.name, ("packed", (1e-6, 90e-6)))
+        assert bind(records, 2, CPU_GENERIC, timings=in_part).layouts == {id(weight): name}
+    finally:
+        del LAYOUTS[name]

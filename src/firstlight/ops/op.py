@@ -126,6 +126,8 @@ class Op:
 
     abstract: same signature as the body, on meta tensors: returns meta tensors, computes nothing.
     cost: `cost(shape, *args, **kwargs) -> Cost` on meta tensors: the floor. None for a composite: the sum of its parts.
+    parts: of a composite, the ops that it is made of, by the names that its body calls them by (their own, if a sequence):
+    each name is a place that gets a provider of its own.
     mutates: argument written in place -> the argument that selects its rows ("" if it is written whole).
     """
 
@@ -136,7 +138,7 @@ class Op:
         *,
         abstract: Callable[..., Any],
         cost: Callable[..., Cost] | None = None,
-        parts: Sequence[Op] = (),
+        parts: Sequence[Op] | Mapping[str, Op] = (),
         mutates: Mapping[str, str] | None = None,
     ) -> None:
         if (cost is None) != bool(parts):
@@ -145,11 +147,11 @@ class Op:
         self.body = body
         self.abstract = abstract
         self.own_cost = cost
-        self.parts = {part.name: part for part in parts}
+        self.parts = dict(parts) if isinstance(parts, Mapping) else {part.name: part for part in parts}
         self.mutates = dict(mutates or {})
         self.providers: dict[str, Provider] = {}
         self.reference: Callable[..., Any] = (
-            self.compose({part.name: part.reference for part in parts}) if parts else body
+            self.compose({name: part.reference for name, part in self.parts.items()}) if parts else body
         )
         self.__doc__ = body.__doc__
         if name in REGISTRY:
@@ -157,7 +159,7 @@ class Op:
         REGISTRY[name] = self
 
     def compose(self, parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-        """The body of a composite over the given callables, by op name."""
+        """The body of a composite over the given callables, by the names of its parts."""
         return partial(self.body, SimpleNamespace(**parts))
 
     def provide(self, name: str, run: Callable[..., Any], **properties: Any) -> Provider:

@@ -1,0 +1,38 @@
+"""`firstlight calibrate` as people run it, and `firstlight ops` with what it wrote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+TINY = Path(__file__).parents[1] / "tiny_configs"
+SMALL = ("--weights", "random", "--device", "cpu", "--max-running", "2", "--step-tokens", "32", "--max-context", "64")
+
+
+def firstlight(*arguments):
+    command = [sys.executable, "-m", "firstlight", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def test_a_table_is_written_and_chosen_by(tmp_path):
+    table = tmp_path / "table.json"
+    made = firstlight("calibrate", TINY / "llama.json", *SMALL, "--only", "linear", "--out", table)
+    assert made.returncode == 0, made.stderr
+    assert f"written to {table}" in made.stdout
+    assert {group["op"] for group in json.loads(table.read_text())["groups"]} == {"linear"}
+    shown = firstlight("ops", TINY / "llama.json", *SMALL, "--table", table)
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    head = next(i for i, line in enumerate(lines) if "lm_head.product" in line)
+    assert lines[head + 1].startswith("      measured ")
+
+
+def test_mistakes_are_explained(tmp_path):
+    wrong = firstlight("calibrate", TINY / "llama.json", *SMALL, "--only", "linaer", "--out", tmp_path / "t.json")
+    assert wrong.returncode == 1
+    assert "--only linaer: no such op; there are " in wrong.stderr
+    nowhere = firstlight("calibrate", TINY / "llama.json", *SMALL, "--out", tmp_path / "no" / "t.json")
+    assert nowhere.returncode == 1
+    assert "--out" in nowhere.stderr
