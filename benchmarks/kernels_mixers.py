@@ -73,13 +73,15 @@ def decode(bandwidth: float, variants: bool) -> None:
         exports=((0, 1, 8), (1, 0, 9), (2, 0, 0)),
         **REAL,
     )
-    for cut in (tiles(True, 8), tiles(False, 4, 16, 3)):
-        print(
-            "decode errors",
-            cut,
-            errors(lambda *a, cut=cut, **k: triton_decode.run(*a, **k, tiles=cut), args, kwargs),
-            flush=True,
-        )
+    candidates = [
+        tiles("sliced", 32, 4),
+        tiles("sliced", 16, 4),
+        tiles("streamed", 8, 1, 80),
+        tiles("streamed", 16, 4, 64),
+    ]
+    for cut in candidates:
+        found = errors(lambda *a, cut=cut, **k: triton_decode.run(*a, **k, tiles=cut), args, kwargs)
+        print("decode errors", cut, found, flush=True)
     published = {1: "4.7", 8: "9.4", 64: "71.5", 128: "137", 256: "267"}
     for batch in (1, 2, 4, 8, 64, 128, 256):
         ids = list(range(1, batch + 1))
@@ -88,20 +90,9 @@ def decode(bandwidth: float, variants: bool) -> None:
         layers = min(128, max(8, COLD_BYTES // state))
         windows = args[8].unsqueeze(1).repeat(1, layers, 1, 1)
         states = args[9].unsqueeze(1).repeat(1, layers, 1, 1, 1)
-        cuts = [triton_decode.choose_tiles(batch * 32, 128, 128)]
+        cuts = [triton_decode.choose_tiles(batch * 32, 128, 128, dependent=True)]
         if variants:
-            cuts += (
-                [
-                    tiles(False, 2, 8, 4),
-                    tiles(False, 2, 16, 3),
-                    tiles(False, 4, 32, 2),
-                    tiles(False, 1, 8, 4),
-                    tiles(False, 4, 16, 2),
-                    tiles(False, 4, 16, 4),
-                ]
-                if batch in (8, 64, 256)
-                else [tiles(False, 4, 16, 3)]
-            )
+            cuts += candidates
         for cut in cuts:
 
             def call(i: int) -> Any:
@@ -109,7 +100,7 @@ def decode(bandwidth: float, variants: bool) -> None:
 
             seconds = graph_time(call, layers)
             report(
-                f"gated_delta decode B={batch} fused={cut.fused:d} {cut.warps}/{cut.rows}/{cut.stages} {2 * state / seconds / 1e12:.2f} TB/s",
+                f"gated_delta decode B={batch} {cut.rows}/{cut.warps}{', norm' * cut.norm}{', dependent' * cut.dependent} {2 * state / seconds / 1e12:.2f} TB/s",
                 seconds,
                 2 * state / bandwidth,
                 f"rule alone {published.get(batch, '')}",
@@ -136,39 +127,32 @@ def prefill(bandwidth: float, variants: bool) -> None:
         device=DEVICE,
         **REAL,
     )
-    cuts = ((32, 2), (32, 3), (64, 2), (16, 3)) if variants else ((triton_chunked.SLICE, 2),)
-    for v, stages in cuts[:3]:
-        print(
-            "prefill errors",
-            v,
-            stages,
-            errors(
-                lambda *a, v=v, stages=stages, **k: triton_chunked.run(*a, **k, slice_values=v, stages=stages),
-                args,
-                kwargs,
-                exact=False,
-            ),
-            flush=True,
-        )
+    cut = triton_chunked.Cut
+    candidates = [
+        cut(64, 4, 2),
+        cut(128, 8, 2),
+        cut(128, 8, 2, 1, True),
+        cut(128, 8, 2, 2, True),
+        cut(128, 8, 2, 4, True),
+    ]
+    for c in candidates:
+        found = errors(lambda *a, c=c, **k: triton_chunked.run(*a, **k, cut=c), args, kwargs, exact=False)
+        print("prefill errors", c, found, flush=True)
     for counts, published in (([8192], ".28 rule alone"), ([1024] * 8, ".12 rule alone")):
         ids = list(range(1, len(counts) + 1))
         args, kwargs = gated_delta_inputs(
             counts, [0] * len(ids), ids, dtype=torch.bfloat16, device=DEVICE, padding=0, **REAL
         )
-        tokens = sum(counts)
-        floor = tokens * (8192 + 4096 + 4096) * 2 / bandwidth
-        for v, stages in cuts:
+        floor = sum(counts) * (8192 + 4096 + 4096) * 2 / bandwidth
+        chosen = triton_chunked.choose_cut(sum(counts), len(counts), 32, 128, counts[0], exact=False)
+        for c in [chosen, *(candidates if variants else [])]:
 
             def call(i: int = 0) -> Any:
-                return triton_chunked.run(*args, **kwargs, slice_values=v, stages=stages)
+                return triton_chunked.run(*args, **kwargs, cut=c)
 
-            report(
-                f"gated_delta prefill {len(counts)}x{counts[0]} slice={v} stages={stages}",
-                graph_time(call, 4),
-                floor,
-                published,
-            )
-        kernel_times(call)
+            name = f"{c.values} values, {c.segments} segments{', norm' * c.norm}"
+            report(f"gated_delta prefill {len(counts)}x{counts[0]} {name}", graph_time(call, 4), floor, published)
+            kernel_times(call)
 
 
 def paged(

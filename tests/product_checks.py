@@ -137,7 +137,7 @@ def check_moe(
     run: Any, device: str, dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, size: int, shared: int,
     tolerance: float, *, packed: bool, gated: bool = True, scoring: str = "softmax",
 ) -> None:  # fmt: skip
-    """A provider of `moe`, the last token padding. Router logits are far apart: rounding doesn't change the choice."""
+    """A provider of `moe`, the last token padding. Tokens whose choice could turn on rounding the logits are left out."""
     x = strided(draw(tokens, hidden, dtype=dtype, device=device))
     router = draw(experts, hidden, dtype=dtype, device=device)
     shapes = [(experts, 2 * size, hidden), (experts, hidden, size), (2 * shared, hidden), (hidden, shared)]
@@ -147,7 +147,14 @@ def check_moe(
     gate = draw(1, hidden, dtype=dtype, device=device, scale=hidden**-0.5) if gated else None
     live = torch.tensor([tokens - 1], device=device)
     options = {"live": live, "top_k": top_k, "renormalise": True, "scoring": scoring}
-    assert_matches("moe", run, tolerance, x, router, *weights, gate, **options)
+    logits = (x.double() @ router.double().t()).sort(descending=True).values
+    sure = (logits[:, top_k - 1] - logits[:, top_k]) > 4e-3 * logits.abs().amax(1)
+    sure[-1] = True
+    assert sure.double().mean() > 0.8
+    arguments = (x, router, *weights, gate)
+    expected = REGISTRY["moe"].reference(*map(exactly, arguments), **{**options, "live": live.cpu()})
+    actual = run(*arguments, **options)
+    assert relative_error(actual[sure], expected[sure.cpu()]) < tolerance
 
 
 def check_route(run: Any, device: str, tokens: int, experts: int, top_k: int, **options: Any) -> None:
@@ -197,6 +204,31 @@ def check_sample(run: Any, device: str, rows: int, vocabulary: int, greedy: bool
     arguments = (strided(logits), temperature, unused, unused, seed, torch.arange(rows, device=device))
     expected = REGISTRY["sample"].reference(*arguments, greedy=greedy, filtered=False)
     assert torch.equal(run(*arguments, greedy=greedy, filtered=False), expected)
+
+
+def check_filtered_sample(run: Any, device: str, vocabulary: int, dtype: torch.dtype, spread: float) -> None:
+    """Rows with top_k and top_p, and rows without, in one batch: tokens equal the reference's whatever is kept.
+
+    spread: standard deviation of the logits; a small one keeps more tokens than are ever candidates. Logits are in steps
+    of 1/16, so many are equal, and drawn a few hundred times at other positions, so that a token too many shows.
+    """
+    cases = [
+        (0.7, 20, 0.95), (1.0, 0, 0.9), (1.0, 0, 0.999), (0.6, 1, 1.0), (1.3, 50, 1.0), (1.0, 0, 0.0), (0.0, 20, 0.5),
+        (0.9, 0, 1.0), (1.0, vocabulary, 0.5), (2.0, vocabulary // 2, 1.0), (1.0, vocabulary // 3, 0.97), (1.0, 2, 0.6),
+    ]  # fmt: skip
+    temperature, top_k, top_p = (torch.tensor(column, device=device) for column in zip(*cases, strict=True))
+    logits = draw(len(cases), vocabulary, dtype=torch.float32, device=device, scale=spread)
+    logits = ((logits * 16).round() / 16).to(dtype)
+    logits[:, 5] = -torch.inf
+    logits[1, 11] = -0.0
+    logits[2, :] = logits[2, 0]  # all equal
+    seed = draw(len(cases), dtype=torch.float64, device=device, scale=2.0**40).long()
+    for position in range(1 if device == "cpu" else 30):
+        arguments = (strided(logits), temperature, top_k, top_p, seed, torch.full_like(seed, position))
+        expected = REGISTRY["sample"].reference(*arguments)
+        actual = run(*arguments)
+        wrong = (actual != expected).nonzero()[:, 0].tolist()
+        assert not wrong, [(cases[i], int(actual[i]), int(expected[i])) for i in wrong]
 
 
 def check_copies(device: str, count: int, columns: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,10 +29,10 @@ def fresh_seed() -> int:
 
 @DTYPES
 @pytest.mark.parametrize("sizes", [REAL, ODD], ids=["real", "odd"])
-@pytest.mark.parametrize("fused", [True, False])
-def test_decode(fused: bool, sizes: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("norm", [True, False])
+def test_decode(norm: bool, sizes: dict[str, Any], dtype: torch.dtype) -> None:
     """Null slots, copies, in place, requests without a token, exports before and after the token."""
-    tiles = triton_decode.Tiles(fused, 4, 8, 3)
+    tiles = triton_decode.choose_tiles(1 if norm else 1000, sizes["value_dim"], sizes["key_dim"], dependent=True)
     exports = ((0, 1, 8), (1, 0, 9), (2, 1, 10), (0, 0, 11), (4, 0, 0))
     args, kwargs = gated_delta_inputs(
         [1] * 5 + [0, 0],
@@ -48,8 +49,9 @@ def test_decode(fused: bool, sizes: dict[str, Any], dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("sizes", [REAL, ODD], ids=["real", "odd"])
+@pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("counts", [[200, 64, 1, 0], [63, 65, 128, 2], [1, 1, 1, 1]], ids=str)
-def test_prefill(counts: list[int], sizes: dict[str, Any], dtype: torch.dtype) -> None:
+def test_prefill(counts: list[int], segments: int, sizes: dict[str, Any], dtype: torch.dtype) -> None:
     """Ragged requests and exports at a chunk's start, inside it and at the request's end."""
     exports = (
         (0, 0, 7),
@@ -62,7 +64,10 @@ def test_prefill(counts: list[int], sizes: dict[str, Any], dtype: torch.dtype) -
     args, kwargs = gated_delta_inputs(
         counts, [1, 0, 2, 2], [1, 3, 5, 6], exports=exports, dtype=dtype, seed=fresh_seed(), **sizes
     )
-    found = errors(triton_chunked.run, args, kwargs, exact=dtype == torch.float32)
+    exact = dtype == torch.float32
+    cut = triton_chunked.choose_cut(sum(counts), 4, sizes["value_heads"], sizes["value_dim"], max(counts), exact=exact)
+    cut = replace(cut, segments=segments)
+    found = errors(lambda *a, **k: triton_chunked.run(*a, **k, cut=cut), args, kwargs, exact=exact)
     assert max(found.values()) < TOLERANCE[dtype], found
 
 

@@ -9,6 +9,7 @@ import torch
 from product_checks import (
     check_copies,
     check_experts,
+    check_filtered_sample,
     check_linear,
     check_moe,
     check_route,
@@ -21,6 +22,8 @@ from product_checks import (
 from firstlight.ops.experts import triton_few, triton_grouped
 from firstlight.ops.linear import torch_block_fp8, triton_block_fp8, triton_skinny
 from firstlight.ops.moe import triton_few as triton_few_moe
+from firstlight.ops.moe import triton_grouped as triton_grouped_moe
+from firstlight.ops.op import REGISTRY
 from firstlight.ops.route import triton_fused
 from firstlight.ops.sample import triton_split
 
@@ -74,6 +77,26 @@ def test_mixture(tokens: int, packed: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("tokens", [3, 16, 40, 256, 700])
+@pytest.mark.parametrize("gated", [False, True])
+def test_grouped_mixture(tokens: int, gated: bool) -> None:
+    """Lists alone, then tiles; 700 tokens with torch's router. In float16, whose router has no near ties."""
+    check_moe(
+        triton_grouped_moe.run,
+        "cuda",
+        torch.float16,
+        tokens,
+        24,
+        5,
+        640,
+        384,
+        256,
+        QUANTISED_TWICE,
+        packed=True,
+        gated=gated,
+    )
+
+
 @pytest.mark.parametrize("options", [{}, {"scoring": "sigmoid", "biased": True, "scale": 2.5}])
 @pytest.mark.parametrize(("experts", "top_k"), [(256, 8), (512, 10), (60, 4)])
 def test_route(experts: int, top_k: int, options: dict[str, Any]) -> None:
@@ -96,6 +119,13 @@ def test_sample(greedy: bool) -> None:
     check_sample(triton_split.run, "cuda", 5, 248_320, greedy)
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "spread"), [(248_320, BF16, 3.0), (248_320, torch.float32, 0.5), (5003, BF16, 0.2)]
+)
+def test_filtered_sample(vocabulary: int, dtype: torch.dtype, spread: float) -> None:
+    check_filtered_sample(triton_split.run, "cuda", vocabulary, dtype, spread)
+
+
 def test_rows_beyond_two_to_the_31() -> None:
     """The last of more elements than an int32 counts."""
     x = torch.zeros(2**20 + 1, 2048, dtype=BF16, device="cuda")
@@ -109,18 +139,72 @@ def test_rows_beyond_two_to_the_31() -> None:
     assert torch.equal(actual, triton_block_fp8.run(x[-65:], weight)[-1:])
 
 
-def test_no_launch_depends_on_data() -> None:
-    """Captured once, replayed on other routing: the same answers as a fresh call."""
-    x = draw(40, 640, dtype=BF16, device="cuda")
-    weights = torch.rand(40, 5, device="cuda").bfloat16()
-    chosen = torch.rand(40, 24, device="cuda").topk(5).indices.int()
-    gate_up, down = (fp8(draw(24, *shape, dtype=BF16, device="cuda") / 25) for shape in ((768, 640), (640, 384)))
-    triton_grouped.run(x, weights, chosen, gate_up, down)
+def captured(run: Any) -> tuple[Any, torch.cuda.CUDAGraph]:
+    """(what the calls gave while they were captured, the graph), after a call that compiles."""
+    run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = triton_grouped.run(x, weights, chosen, gate_up, down)
+        result = run()
+    return result, graph
+
+
+@pytest.mark.parametrize("tokens", [40, 700])
+def test_no_launch_depends_on_data(tokens: int) -> None:
+    """Captured once, replayed on other routing: the same answers as a fresh call, bit for bit."""
+    x = draw(tokens, 640, dtype=BF16, device="cuda")
+    weights = torch.rand(tokens, 5, device="cuda").bfloat16()
+    chosen = torch.rand(tokens, 24, device="cuda").topk(5).indices.int()
+    gate_up, down = (fp8(draw(24, *shape, dtype=BF16, device="cuda") / 25) for shape in ((768, 640), (640, 384)))
+    result, graph = captured(lambda: triton_grouped.run(x, weights, chosen, gate_up, down))
     chosen[:] = 7
     chosen[20:] = -1
     graph.replay()
-    assert torch.equal(captured, triton_grouped.run(x, weights, chosen, gate_up, down))
+    assert torch.equal(result, triton_grouped.run(x, weights, chosen, gate_up, down))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 40, 300])
+def test_kernels_that_start_early_wait_for_their_inputs(tokens: int) -> None:
+    """A chain of every kernel that starts while the one before it ends, captured and replayed many times on new inputs.
+
+    The last link writes what the first one reads, so that a kernel that doesn't wait would show.
+    """
+    hidden, experts, top_k = 640, 24, 5
+    x = draw(tokens, hidden, dtype=BF16, device="cuda")
+    norm_weight = draw(hidden, dtype=BF16, device="cuda") / 10
+    wide, back = (
+        fp8(draw(2 * hidden, hidden, dtype=BF16, device="cuda") / 25),
+        fp8(draw(hidden, hidden, dtype=BF16, device="cuda") / 25),
+    )
+    shapes = [(experts, 768, hidden), (experts, hidden, 384), (512, hidden), (hidden, 256)]
+    mixture = [fp8(draw(*shape, dtype=BF16, device="cuda") / 20) for shape in shapes]
+    router, gate = draw(experts, hidden, dtype=BF16, device="cuda"), draw(1, hidden, dtype=BF16, device="cuda") / 25
+    live = torch.tensor([max(tokens - 1, 1)], device="cuda", dtype=torch.int32)
+    providers = {name: op.providers for name, op in REGISTRY.items()}
+    linear = "triton_skinny" if tokens == 1 else "triton_block_fp8"
+    few = "triton_few" if tokens < 3 else "triton_grouped"
+
+    def chain() -> Any:
+        y, residual = x, x
+        for _ in range(3):
+            y, residual = providers["add_rms_norm"]["triton_fused"].run(
+                y, residual, norm_weight, eps=1e-6, zero_centred=True
+            )
+            y = providers["silu_mul"]["triton_fused"].run(providers["linear"][linear].run(y, wide))
+            y = providers["linear"][linear].run(y, back)
+            y = providers["moe"][few].run(y, router, *mixture, gate, live=live, top_k=top_k, renormalise=True)
+        x.copy_(providers["rms_norm"]["triton_fused"].run(y + residual, norm_weight, eps=1e-6, zero_centred=True))
+        return x
+
+    first = x.clone()
+    _, graph = captured(chain)
+    for _ in range(20):
+        x.copy_(first)
+        chain()
+        torch.cuda.synchronize()
+        expected = x.clone()
+        x.copy_(first)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(x, expected)
+        first = expected.roll(1, 0) + 0.1

@@ -8,6 +8,7 @@ from product_checks import check_experts, check_moe, routed
 
 from firstlight.ops.experts import triton_few, triton_grouped
 from firstlight.ops.moe import triton_few as triton_few_moe
+from firstlight.ops.moe import triton_grouped as triton_grouped_moe
 
 F16 = torch.float16
 INTERPRETED_FP8 = 0.4
@@ -38,18 +39,33 @@ def test_moe(packed: bool, tokens: int, hidden: int, size: int, shared: int) -> 
     check_moe(triton_few_moe.run, "cpu", F16, tokens, 4, 2, hidden, size, shared, 5e-3, packed=packed)
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(40, 3, 9), (700, 2, 9), (1500, 3, 12)])
-def test_every_pair_has_a_row_in_a_tile_of_its_expert(tokens: int, top_k: int, experts: int) -> None:
-    from firstlight.ops.experts.triton_sort_kernels import sorted_pairs
+@pytest.mark.parametrize(("tokens", "gated"), [(5, True), (60, False)])
+def test_grouped_moe(tokens: int, gated: bool) -> None:
+    """Lists alone for few tokens, tiles for many."""
+    check_moe(
+        triton_grouped_moe.run, "cpu", F16, tokens, 4, 2, 256, 128, 256, INTERPRETED_FP8, packed=True, gated=gated
+    )
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "shared"), [(40, 3, 9, False), (700, 2, 9, True)])
+def test_every_pair_is_in_a_tile_of_its_expert(tokens: int, top_k: int, experts: int, shared: bool) -> None:
+    from firstlight.ops.experts.triton_list_kernels import listed, tiled
 
     _, chosen = routed(tokens, experts, top_k, "cpu", padding=tokens // 10)
     local = experts - 2
-    order, tile, tiles = sorted_pairs(chosen, 1, local, 16, tokens * top_k // 16 + local + 1)
+    lists = listed(chosen, 1, local)
+    tile, tiles = tiled(lists, 16, tokens * top_k // 16 + local + 1 + tokens, shared)
     number = chosen.flatten().long() - 1
-    served = ((number >= 0) & (number < local)).nonzero()[:, 0]
     covered: list[int] = []
+    rows_of_shared = 0
     for expert, first, end in tile[: int(tiles)].tolist():
-        pairs = order[first : min(end, first + 16)].long()
+        assert 0 < end - first <= 16
+        if expert == local:
+            rows_of_shared += end - first
+            continue
+        pairs = lists.entries[expert, first:end].long()
         assert (number[pairs] == expert).all()
         covered += pairs.tolist()
+    served = ((number >= 0) & (number < local)).nonzero()[:, 0]
     assert sorted(covered) == served.tolist()
+    assert rows_of_shared == shared * tokens

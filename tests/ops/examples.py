@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ops import examples_a, examples_b, examples_c
+from ops import examples_a, examples_b, examples_c, examples_d
 
-EXAMPLES = {**examples_a.EXAMPLES, **examples_b.EXAMPLES, **examples_c.EXAMPLES}
+EXAMPLES = {**examples_a.EXAMPLES, **examples_b.EXAMPLES, **examples_c.EXAMPLES, **examples_d.EXAMPLES}

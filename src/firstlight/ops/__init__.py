@@ -3,6 +3,7 @@
 from firstlight.ops import (
     add,
     add_rms_norm,
+    advance_rows,
     all_gather,
     all_reduce,
     attention,
@@ -36,6 +37,7 @@ from firstlight.ops import (
     select_keys,
     sigmoid_mul,
     silu_mul,
+    step_inputs,
     write_kv,
     write_latent,
 )
@@ -52,6 +54,7 @@ __all__ = [
     "Shape",
     "add",
     "add_rms_norm",
+    "advance_rows",
     "all_gather",
     "all_reduce",
     "attention",
@@ -85,6 +88,7 @@ __all__ = [
     "select_keys",
     "sigmoid_mul",
     "silu_mul",
+    "step_inputs",
     "write_kv",
     "write_latent",
 ]

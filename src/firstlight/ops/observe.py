@@ -31,14 +31,14 @@ Observer = Callable[[Bound, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 @contextmanager
-def observed(model: torch.nn.Module, observer: Observer) -> Iterator[None]:
-    """Attach an observer to every call site of a model; the bound functions are restored at the end."""
+def observed(model: torch.nn.Module, observer: Observer, bucket: int | None = None) -> Iterator[None]:
+    """Attach an observer to every call site of a model, in one bucket or in all; what was bound is restored at the end."""
     saved: list[tuple[CallSite, list[Callable[..., Any]]]] = []
     try:
         for path, site in sites(model):
             saved.append((site, list(site)))
-            for bucket, run in enumerate(saved[-1][1]):
-                site[bucket] = _watch(observer, Bound(path, site.label, site.op, bucket, run))
+            for index in range(len(site)) if bucket is None else (bucket,):
+                site[index] = _watch(observer, Bound(path, site.label, site.op, index, site[index]))
         yield
     finally:
         for site, original in saved:

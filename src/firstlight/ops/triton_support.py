@@ -6,11 +6,15 @@ Kernels live in modules that import triton at their top; a provider imports them
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from firstlight.hardware import Hardware
+from firstlight.ops.op import Call, Op
+from firstlight.quant import E4M3FNUZ, Packed
 
 FNUZ_ARCHITECTURES = ("gfx940", "gfx941", "gfx942")
 """GPUs whose FP8 matrix instructions read e4m3fnuz: an exponent bias of 8 where e4m3fn has 7, and no negative zero."""
@@ -23,9 +27,40 @@ def unavailable(hardware: Hardware) -> str | None:
     return None if hardware.has("triton") else "triton is not installed"
 
 
-def fp8_dtype(architecture: str) -> str:
-    """The dtype that this architecture's FP8 matrix instructions read."""
-    return "float8_e4m3fnuz" if architecture in FNUZ_ARCHITECTURES else "float8_e4m3fn"
+def provide_fp8(
+    op: Op, name: str, run: Callable[..., Any], *, when: Callable[[Call], str | None], weights: tuple[str, ...],
+    **properties: Any,
+) -> None:  # fmt: skip
+    """Register a provider of FP8 weights twice: as checkpoints store them, and as `name`_fnuz for GPUs that multiply e4m3fnuz.
+
+    weights: the arguments that may be FP8; for the second they are converted at load (layout e4m3fnuz). The kernels are the
+    same: they multiply in the dtype that a weight comes in.
+    """
+    parameters = list(inspect.signature(op.body).parameters)[1 if op.parts else 0 :]
+
+    def given(call: Call) -> Mapping[str, Any]:
+        values = {**dict(zip(parameters, call.args, strict=False)), **call.kwargs}
+        return {key: values[key] for key in weights if values.get(key) is not None}
+
+    def as_stored(call: Call) -> str | None:
+        if call.hardware.architecture in FNUZ_ARCHITECTURES and any(
+            isinstance(w, Packed) for w in given(call).values()
+        ):
+            return f"{call.hardware.architecture} multiplies e4m3fnuz, for which there is {name}_fnuz"
+        return when(call)
+
+    def converted(call: Call) -> str | None:
+        if call.hardware.architecture not in FNUZ_ARCHITECTURES:
+            return f"serves {', '.join(FNUZ_ARCHITECTURES)}, not {call.hardware.architecture}"
+        for key, weight in given(call).items():
+            if not isinstance(weight, Packed):
+                return f"{key} is plain, which {name} serves"
+            if reason := E4M3FNUZ.accepts(weight.format, tuple(weight.shape)):
+                return f"{key}: {reason}"
+        return when(call)
+
+    op.provide(name, run, when=as_stored, **properties)
+    op.provide(f"{name}_fnuz", run, when=converted, layout=dict.fromkeys(weights, E4M3FNUZ.name), **properties)
 
 
 def register_limit(registers: int) -> dict[str, int]:

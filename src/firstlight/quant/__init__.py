@@ -1,10 +1,12 @@
 """Formats of stored numbers: pack, unpack, bytes; quantisation schemes as checkpoints declare them."""
 
+from firstlight.quant.fnuz import E4M3FNUZ
 from firstlight.quant.format import PLAIN, Format, Packed, Weight, dtype_name, format_of, nbytes, plain
 from firstlight.quant.layouts import LAYOUTS, Layout, register_layout, repack, unpack
 from firstlight.quant.scheme import SCALE_SUFFIX, BlockFp8, GgufBlocks, Scheme, scheme_of
 
 __all__ = [
+    "E4M3FNUZ",
     "LAYOUTS",
     "PLAIN",
     "SCALE_SUFFIX",

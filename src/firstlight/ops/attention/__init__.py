@@ -143,5 +143,5 @@ def _smaller(a: float, b: float) -> float:
 
 
 attention = Op("attention", body, abstract=abstract, cost=cost, mutates={"out": ""})
-attention.provide("torch_sdpa", torch_sdpa.run, when=torch_sdpa.when)
+attention.provide("torch_sdpa", torch_sdpa.run, when=torch_sdpa.when, workspace=torch_sdpa.workspace)
 attention.provide("triton_paged", triton_paged.run, when=triton_paged.when, rank=5, workspace=triton_paged.workspace)

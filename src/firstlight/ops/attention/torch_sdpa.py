@@ -52,6 +52,19 @@ def run(
     return result
 
 
+def workspace(call: Call) -> int:
+    """Gathered keys and values with their mask, of all requests where they have few tokens, else of one: bytes.
+
+    A bound: on the CPU nothing longer than the longest request is gathered.
+    """
+    q, k_pages, pages = call.args[0], call.args[1], call.args[3]
+    query, size = call.kwargs["max_query"], k_pages.shape[1]
+    keys = min(-(-call.kwargs["max_context"] // size), pages.shape[1]) * size
+    together = call.args[6].shape[0] if query <= FEW_QUERIES else 1
+    rows = 2 * keys * k_pages.shape[2] * k_pages.shape[3] * k_pages.element_size()
+    return together * (rows + keys * query * (1 + q.element_size())) + 2 * q.nbytes
+
+
 def when(call: Call) -> str | None:
     if call.kwargs.get("sinks") is not None:
         return "torch's attention knows no sinks"

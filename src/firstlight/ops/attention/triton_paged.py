@@ -68,7 +68,7 @@ def choose_tiles(
         tiles = requests
     else:
         rows = max(64 if wide else 128, power_of_two(group))
-        tile_tokens, keys, warps, stages = max(1, rows // group), 32 if wide else 64, 8, 2
+        tile_tokens, keys, warps, stages = max(1, rows // group), 32, 8, 2 if wide else 3
         tiles = -(-tokens // tile_tokens) + requests
     programs = tiles * kv_heads
     splits = choose_splits(programs, max_context // keys, multiprocessors)

@@ -115,4 +115,4 @@ def cost(
 
 
 causal_conv = Op("causal_conv", body, abstract=abstract, cost=cost, mutates={"pool": "state_out", "log": "state_in"})
-causal_conv.provide("torch_decode", torch_decode.run, when=torch_decode.when)
+causal_conv.provide("torch_decode", torch_decode.run, when=torch_decode.when, workspace=torch_decode.workspace)

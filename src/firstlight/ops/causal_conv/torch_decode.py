@@ -23,6 +23,12 @@ def when(call: Call) -> str | None:
     return None
 
 
+def workspace(call: Call) -> int:
+    """Windows with the new column, widened, their products with the taps, and the windows after: bytes."""
+    x, weight = call.args[0], call.args[1]
+    return x.shape[0] * weight.shape[0] * weight.shape[1] * (12 + x.element_size())
+
+
 def run(
     x: Tensor,
     weight: Tensor,

@@ -7,12 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+
 BLOCK = 1024
 
 
 @triton.jit
-def copy_rows(table_ptr, index_ptr, y_ptr, rows, D, start, table_stride, BLOCK_D: tl.constexpr):
+def copy_rows(
+    table_ptr, index_ptr, y_ptr, rows, D, start, table_stride, BLOCK_D: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """y [N, D] = table[index - start], or zeros where that is no row."""
+    wait_for_inputs(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < D
@@ -29,6 +34,7 @@ def rows(table: Tensor, index: Tensor, start: int, dtype: torch.dtype) -> Tensor
     block = min(BLOCK, triton.next_power_of_2(size))
     if count:
         copy_rows[(count, triton.cdiv(size, block))](
-            table, index.contiguous(), y, table.shape[0], size, start, table.stride(0), BLOCK_D=block
-        )
+            table, index.contiguous(), y, table.shape[0], size, start, table.stride(0), BLOCK_D=block,
+            **dependent_launch(table),
+        )  # fmt: skip
     return y

@@ -8,6 +8,7 @@ from torch.nn.functional import linear, silu
 from firstlight.ops.experts import torch_grouped, triton_few, triton_grouped
 from firstlight.ops.experts.assignment import sort_by_expert, weighted_sum
 from firstlight.ops.op import Cost, Op, Shape
+from firstlight.ops.triton_support import provide_fp8
 from firstlight.quant import Weight, dtype_name, nbytes, unpack
 
 
@@ -61,6 +62,14 @@ def cost(
 
 
 experts = Op("experts", body, abstract=abstract, cost=cost)
-experts.provide("torch_grouped", torch_grouped.run, when=torch_grouped.when, rank=3)
-experts.provide("triton_few", triton_few.run, when=triton_few.when, rank=4)
-experts.provide("triton_grouped", triton_grouped.run, when=triton_grouped.when, rank=2)
+experts.provide("torch_grouped", torch_grouped.run, when=torch_grouped.when, rank=3, workspace=torch_grouped.workspace)
+for _name, _file, _rank in (("triton_few", triton_few, 4), ("triton_grouped", triton_grouped, 2)):
+    provide_fp8(
+        experts,
+        _name,
+        _file.run,
+        when=_file.when,
+        weights=("gate_up", "down"),
+        rank=_rank,
+        workspace=getattr(_file, "workspace", None),
+    )

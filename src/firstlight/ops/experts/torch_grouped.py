@@ -28,6 +28,13 @@ def when(call: Call) -> str | None:
     return None
 
 
+def workspace(call: Call) -> int:
+    """Rows and results of all pairs, in the activations' dtype and widened for the sum, and the numbers they are sorted by."""
+    x, _, experts, _, down = call.args
+    pairs, size = experts.numel(), x.element_size()
+    return pairs * (x.shape[1] * (4 * size + 8) + 4 * down.shape[2] * size + 64)
+
+
 def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Weight, down: Weight, *, first_expert: int = 0) -> Tensor:
     """The contract of `experts`."""
     assert isinstance(gate_up, Tensor)

@@ -29,8 +29,7 @@ def when(call: Call) -> str | None:
         return f"serves up to {MOST_TOKENS} tokens, not {x.shape[0]}"
     if isinstance(gate_up, Packed) != isinstance(down, Packed):
         return "reads both projections packed or both plain"
-    architecture = call.hardware.architecture
-    return weight_refusal(gate_up, architecture) or weight_refusal(down, architecture)
+    return weight_refusal(gate_up) or weight_refusal(down)
 
 
 def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Weight, down: Weight, *, first_expert: int = 0) -> Tensor:

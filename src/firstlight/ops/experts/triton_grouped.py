@@ -1,7 +1,8 @@
-"""Experts for many tokens: the pairs (token, expert) are sorted on the device and multiplied in tiles of one expert.
+"""Experts for many tokens: each expert's pairs (token, choice) are listed on the device and multiplied together.
 
-Launches: sort; quantise the tokens; gate and up with silu; quantise the intermediate; down; weighted sum. Every grid has a
-static bound and programs past the last tile end at once, so it can be captured.
+Launches: clear the lists; fill them; quantise the tokens; gate and up with silu; down; weighted sum; and for many rows an
+expert one that cuts the lists into tiles. Every grid has a static bound and programs without work end at once, so it can be
+captured.
 FP8 block weights are multiplied in FP8, their activations quantised to one scale a token and 128 columns: the scheme that
 such checkpoints declare (`activation_scheme: dynamic`). Plain weights are multiplied in the activations' dtype.
 """
@@ -28,7 +29,7 @@ def when(call: Call) -> str | None:
     if isinstance(x, Packed) or x.dtype not in (torch.bfloat16, torch.float16):
         return f"the activations are {x.format if isinstance(x, Packed) else x.dtype}"
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        if reason := weight_refusal(weight, call.hardware.architecture):
+        if reason := weight_refusal(weight):
             return f"{name}: {reason}"
         if isinstance(weight, Packed) and weight.format.block != (BLOCK, BLOCK):
             return f"{name} has a scale for {weight.format.block}, and this reads {BLOCK} x {BLOCK}"
@@ -40,6 +41,23 @@ def when(call: Call) -> str | None:
     if isinstance(down, Packed) and (size % BLOCK or hidden % BLOCK):
         return f"hidden size {hidden} and intermediate size {size} must be multiples of {BLOCK}"
     return None
+
+
+def workspace(call: Call) -> int:
+    """Lists of pairs, quantised tokens, and what lies between the products, bytes."""
+    x, _, experts, gate_up, down = call.args
+    return pair_bytes(x, gate_up, down.shape[2], experts.shape[1])
+
+
+def pair_bytes(x: Tensor, gate_up: Weight, inner: int, slots: int) -> int:
+    """The same for `slots` experts a token, the shared one included; inner: the largest intermediate size."""
+    tokens, hidden = x.shape
+    size = 1 if isinstance(gate_up, Packed) else x.element_size()
+    scales = 4 if isinstance(gate_up, Packed) else 0
+    between = tokens * slots * (hidden * x.element_size() + inner * size + scales * -(-inner // BLOCK))
+    source = tokens * (hidden + scales * -(-hidden // BLOCK)) if isinstance(gate_up, Packed) else 0
+    lists = 4 * gate_up.shape[0] * tokens + 12 * tokens * slots
+    return between + source + lists
 
 
 def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Weight, down: Weight, *, first_expert: int = 0) -> Tensor:

@@ -102,7 +102,6 @@ gated_delta.provide(
     "triton_chunked",
     triton_chunked.run,
     when=triton_chunked.when,
-    lossy="unproven: not all of its checks have run on a GPU since its last change",
     rank=4,
     workspace=triton_chunked.workspace,
 )

@@ -3,32 +3,83 @@
 With G the sum of log decays since the chunk's start and S the state before it, a chunk's updates are u = X (v - exp(G) S k),
 where X = (I + A)^-1 beta, A_ij = beta_i exp(G_i - G_j) (k_i . k_j) below the diagonal; its outputs are
 exp(G) S q + P u, P_ij = exp(G_i - G_j) (q_i . k_j) up to the diagonal; and the state after it is
-exp(G_64) S + sum_j exp(G_64 - G_j) u_j k_j^T. So there are six kernels:
+exp(G_64) S + sum_j exp(G_64 - G_j) u_j k_j^T. So there are these kernels:
 
-1. per chunk and head: convolution, norms of q and k (`convolutions_kernel`);
+1. per run of tokens: convolution, norms of q and k (`convolutions_kernel`);
 2. per chunk and value head: gates, X and P (`matrices_kernel`);
-3. per request, value head and slice of values, chunk after chunk: outputs and states (`states_kernel`);
-4. if there are exports: the rest of the way from a chunk's start to a token inside it (`exports_kernel`);
-5. the windows after the step (`windows_kernel`), which the first kernel reads as they were before it;
-6. the gated norm, over all of a head's values (`norm_kernel`).
+3. for few long requests, which are then cut into segments: what each segment makes of any state (`transitions_kernel`), and
+   from that the state that each begins with (`fold_kernel`);
+4. per segment, value head and slice of values, chunk after chunk: outputs, gated norm and states (`states_kernel`);
+5. the gated norm, where a slice isn't all of a head's values (`norm_kernel`);
+6. if there are exports: the rest of the way from a chunk's start to a token inside it (`exports_kernel`);
+7. the windows after the step (`windows_kernel`), which the first kernel reads as they were before it.
 
 A slot that one request writes may not be read by another in the same step; programs run in no order.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from firstlight.ops.gated_delta.triton_decode import check_strides, unsupported
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import unavailable
+from firstlight.ops.triton_support import register_limit, unavailable
 
 CHUNK = 64
+LARGEST_WIDTH = 4
+"""Taps of the convolution that `convolutions_kernel` holds."""
 CONVOLVED = 32
 """Tokens that one program of `convolutions_kernel` takes."""
-SLICE = 32
-"""Values that one program of `states_kernel` carries, at most."""
+MULTIPROCESSORS = 132
+"""Of an H200. A program of `states_kernel` has one to itself, or two share it."""
+FOLDED = 16
+"""Values that one program of `fold_kernel` takes."""
+SHORTEST_SEGMENT = 8
+"""Chunks of a segment: below, what is done twice isn't worth it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How states are cut: programs take `values` of a head's values and `1 / segments` of a request, fetched `stages` ahead.
+
+    norm: whether they apply the gated norm, for which they have to take all values.
+    """
+
+    values: int
+    warps: int
+    stages: int
+    segments: int = 1
+    norm: bool = False
+
+
+def choose_cut(
+    tokens: int,
+    requests: int,
+    value_heads: int,
+    value_dim: int,
+    max_query: int,
+    *,
+    exact: bool,
+    hip: bool | None = None,
+) -> Cut:
+    """All of a head's values where heads fill the card, else half of them, and segments if there is room for more.
+
+    A step's requests may be padding: as many count as could be of the largest size. Two segments cost half a request more
+    and save half; with more of them the states at their starts have to be folded. exact: for float32. hip: for AMD, by
+    default if torch is; there the shared memory holds one chunk.
+    """
+    if exact:
+        return Cut(min(16, value_dim), 4, 1)
+    stages = 1 if (torch.version.hip is not None if hip is None else hip) else 3
+    heads = value_heads * min(requests, max(1, tokens // max(1, max_query)))
+    if heads * 2 > MULTIPROCESSORS:
+        return Cut(value_dim, 8 if value_dim > 64 else 4, stages)
+    room = min(MULTIPROCESSORS // (2 * heads), max_query // (CHUNK * SHORTEST_SEGMENT))
+    segments = 4 if room >= 4 else 2 if room >= 2 else 1
+    return Cut(min(64, value_dim), 4, stages, segments)
 
 
 def when(call: Call) -> str | None:
@@ -39,6 +90,8 @@ def when(call: Call) -> str | None:
         return "writes the state after the step, and exports, only"
     if min(call.kwargs["key_dim"], call.kwargs["value_dim"]) < 16:
         return "multiplies tiles of 16 by 16 at least"
+    if call.args[4].shape[1] > LARGEST_WIDTH:
+        return f"convolves with {LARGEST_WIDTH} taps at most, not {call.args[4].shape[1]}"
     return unsupported(call)
 
 
@@ -47,11 +100,27 @@ def chunk_count(tokens: int, requests: int) -> int:
     return min(tokens, -(-tokens // CHUNK) + requests)
 
 
+def segment_length(max_query: int, segments: int) -> int:
+    """Chunks of a segment."""
+    return -(-max(1, -(-max_query // CHUNK)) // segments)
+
+
+def segment_rows(chunks: int, max_query: int, segments: int) -> int:
+    """A bound of the segments of all requests that have more than one."""
+    return 2 * chunks // segment_length(max_query, segments) if segments > 1 else 0
+
+
 def workspace(call: Call) -> int:
-    """q, k, v of all tokens, and X, P, G of all chunks: bytes."""
-    mixed, heads = call.args[0], call.kwargs["value_heads"]
-    chunks = chunk_count(mixed.shape[0], call.args[11].shape[0])
-    return mixed.nbytes + chunks * heads * CHUNK * (2 * CHUNK * mixed.element_size() + 4)
+    """q, k, v of all tokens, X, P and decays of all chunks, states and transitions of all segments: bytes."""
+    mixed, requests, heads = call.args[0], call.args[11].shape[0], call.kwargs["value_heads"]
+    key_dim, value_dim = call.kwargs["key_dim"], call.kwargs["value_dim"]
+    chunks = chunk_count(mixed.shape[0], requests)
+    cut = choose_cut(
+        mixed.shape[0], requests, heads, value_dim, call.kwargs["max_query"], exact=mixed.dtype == torch.float32
+    )
+    rows = segment_rows(chunks, call.kwargs["max_query"], cut.segments)
+    states = rows * heads * (value_dim + key_dim) * key_dim * 4
+    return mixed.nbytes + chunks * heads * CHUNK * (2 * CHUNK * mixed.element_size() + 16) + states
 
 
 def run(
@@ -78,11 +147,11 @@ def run(
     max_query: int,
     log: None = None,
     log_length: Tensor | None = None,
-    slice_values: int = SLICE,
-    stages: int = 3,
+    cut: Cut | None = None,
 ) -> Tensor:
-    """The contract of `gated_delta`. slice_values, stages: how `states_kernel` is cut."""
+    """The contract of `gated_delta`. cut: instead of `choose_cut`."""
     from firstlight.ops.gated_delta import triton_chunked_kernels as kernels
+    from firstlight.ops.gated_delta import triton_states_kernels as states
 
     check_strides(mixed, z, a, b, state_pool)
     out = torch.empty(z.shape, dtype=mixed.dtype, device=mixed.device)
@@ -90,16 +159,23 @@ def run(
     requests = state_in.shape[0]
     if requests == 0 or tokens == 0:
         return out
+    exact = mixed.dtype == torch.float32
+    cut = cut or choose_cut(tokens, requests, value_heads, value_dim, max_query, exact=exact)
     chunks = chunk_count(tokens, requests)
     columns = torch.empty((tokens, channels), dtype=mixed.dtype, device=mixed.device)
     inverse = torch.empty((chunks, value_heads, CHUNK, CHUNK), dtype=mixed.dtype, device=mixed.device)
     scores = torch.empty_like(inverse)
-    total = torch.empty((chunks, value_heads, CHUNK), dtype=torch.float32, device=mixed.device)
-    exact = mixed.dtype == torch.float32
+    decays = torch.empty((chunks, value_heads, 4, CHUNK), dtype=torch.float32, device=mixed.device)
     sizes = {"HK": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim, "CHUNK": CHUNK}
-    block_requests = 1 << (requests - 1).bit_length()
+    per_request = {"BLOCK_R": 1 << (requests - 1).bit_length()}
+    block_exports = 1 << (exports.shape[0] - 1).bit_length() if exports.shape[0] else 1
     width = conv_weight.shape[1]
-    kernels.convolutions_kernel[(2 * key_heads + value_heads, chunks * (CHUNK // CONVOLVED))](
+    promoted = torch.promote_types(mixed.dtype, norm_weight.dtype)
+    round_product = promoted == mixed.dtype and promoted.itemsize == 2
+    key_block, value_block = heads_together(key_heads, key_dim), heads_together(value_heads, value_dim)
+    kernels.convolutions_kernel[
+        (2 * key_heads // key_block + value_heads // value_block, chunks * (CHUNK // CONVOLVED))
+    ](
         mixed,
         conv_weight,
         conv_pool,
@@ -108,13 +184,14 @@ def run(
         columns,
         requests,
         mixed.stride(0),
-        conv_weight.stride(0),
-        conv_weight.stride(1),
+        *conv_weight.stride(),
         *conv_pool.stride(),
         **sizes,
+        **per_request,
         W=width,
-        ROWS=CONVOLVED,
-        BLOCK_R=block_requests,
+        KEY_HEADS=key_block,
+        VALUE_HEADS=value_block,
+        TOKENS=CONVOLVED,
         num_warps=4,
     )
     kernels.matrices_kernel[(value_heads, chunks)](
@@ -126,51 +203,102 @@ def run(
         query_start,
         inverse,
         scores,
-        total,
+        decays,
         requests,
         a.stride(0),
         b.stride(0),
         **sizes,
-        BLOCK_R=block_requests,
-        PRECISION="ieee" if exact or torch.version.hip else "tf32",
+        **per_request,
+        EXACT=exact,
         num_warps=4,
+        **register_limit(0 if exact else 128),
     )
-    block_v = min(slice_values, value_dim)
-    kernels.states_kernel[(value_heads * (value_dim // block_v), requests)](
+    # By bounds of a step's size only, as launches have to be; a request's own segments may be fewer.
+    segment_chunks = segment_length(max_query, cut.segments)
+    rows = segment_rows(chunks, max_query, cut.segments)
+    starts = torch.empty((rows, value_heads, value_dim, key_dim), dtype=torch.float32, device=mixed.device)
+    if cut.segments > 1:
+        transitions = starts.new_empty((rows, value_heads, key_dim, key_dim))
+        block = min(64, value_dim, key_dim)
+        states.transitions_kernel[(value_heads * ((value_dim + key_dim) // block), requests, cut.segments - 1)](
+            columns,
+            inverse,
+            decays,
+            state_pool,
+            query_start,
+            state_in,
+            starts,
+            transitions,
+            requests,
+            segment_chunks,
+            state_pool.stride(0),
+            **sizes,
+            **per_request,
+            BLOCK=block,
+            num_warps=4,
+            num_stages=cut.stages,
+        )
+        states.fold_kernel[(value_heads * (value_dim // FOLDED), requests)](
+            state_pool,
+            query_start,
+            state_in,
+            starts,
+            transitions,
+            segment_chunks,
+            state_pool.stride(0),
+            HV=value_heads,
+            K=key_dim,
+            V=value_dim,
+            CHUNK=CHUNK,
+            BLOCK=FOLDED,
+            **per_request,
+            PRECISION="ieee" if exact or torch.version.hip else "tf32",
+            num_warps=8,
+        )
+    states.states_kernel[(value_heads * (value_dim // cut.values), requests, cut.segments)](
         columns,
         inverse,
         scores,
-        total,
+        decays,
+        z,
+        norm_weight,
         state_pool,
         query_start,
         state_in,
         state_out,
         exports,
+        starts,
         out,
+        eps,
         exports.shape[0],
         requests,
+        segment_chunks,
+        z.stride(0),
         state_pool.stride(0),
         **sizes,
-        BLOCK_V=block_v,
-        BLOCK_R=block_requests,
-        BLOCK_E=max(1, 1 << (exports.shape[0] - 1).bit_length()) if exports.shape[0] else 1,
+        **per_request,
+        BLOCK_V=cut.values,
+        BLOCK_E=block_exports,
         HAS_EXPORTS=exports.shape[0] > 0,
-        STAGES=stages,
-        num_warps=4,
+        HAS_SEGMENTS=cut.segments > 1,
+        NORM=cut.norm,
+        ROUND_PRODUCT=round_product,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
     )
     if exports.shape[0]:
-        kernels.exports_kernel[(value_heads * (value_dim // 16), exports.shape[0])](
+        export_values = min(32, value_dim)
+        states.exports_kernel[(value_heads * (value_dim // export_values), exports.shape[0])](
             columns,
-            inverse,
-            total,
+            decays,
             state_pool,
             query_start,
             exports,
             requests,
             state_pool.stride(0),
             **sizes,
-            BLOCK_V=16,
-            BLOCK_R=block_requests,
+            **per_request,
+            BLOCK_V=export_values,
             num_warps=4,
         )
     block_c = min(1024, 1 << (channels - 1).bit_length())
@@ -187,21 +315,28 @@ def run(
         *conv_pool.stride(),
         W=width,
         BLOCK_C=block_c,
+        BLOCK_E=block_exports,
         num_warps=4,
     )
-    promoted = torch.promote_types(mixed.dtype, norm_weight.dtype)
-    block_rows = max(1, min(32, 4096 // value_dim))
-    kernels.norm_kernel[(-(-tokens * value_heads // block_rows),)](
-        out,
-        z,
-        norm_weight,
-        eps,
-        tokens * value_heads,
-        z.stride(0),
-        HV=value_heads,
-        V=value_dim,
-        BLOCK_ROWS=block_rows,
-        ROUND_PRODUCT=promoted == mixed.dtype and promoted.itemsize == 2,
-        num_warps=4,
-    )
+    if not cut.norm:
+        block_rows = max(1, min(32, 4096 // value_dim))
+        kernels.norm_kernel[(-(-tokens * value_heads // block_rows),)](
+            out,
+            z,
+            norm_weight,
+            eps,
+            tokens * value_heads,
+            z.stride(0),
+            HV=value_heads,
+            V=value_dim,
+            BLOCK_ROWS=block_rows,
+            ROUND_PRODUCT=round_product,
+            PDL=False,
+            num_warps=4,
+        )
     return out
+
+
+def heads_together(heads: int, dim: int) -> int:
+    """Heads that a program convolves: a power of two that divides them, of 512 channels at most."""
+    return min(heads & -heads, max(1, 512 // dim))

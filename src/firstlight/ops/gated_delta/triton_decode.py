@@ -1,11 +1,10 @@
-"""Decode: convolution window, gates, key and query norms, recurrence and gated norm in one kernel, or in two.
+"""Decode: convolution window, gates and key and query norms in one kernel, recurrence and gated norm in another.
 
-In one, a program owns one value head of one request and holds its whole state, so that everything is asked for at once and
-nobody waits for another kernel. Value heads that share a key head all read that head's part of the window, and in place the
-window may change only after the last of them has: they draw tickets, and the last one writes.
-
-With more programs than multiprocessors the state's bytes decide. A first kernel then does what comes before the recurrence,
-once for each head, and in the second many lean programs share a multiprocessor, each with its state going by in tiles.
+The first does what comes before the recurrence, once for each head. In the second the state's bytes decide: a program of one
+warp takes a few rows of a head's state, asks for them at once, and many such programs share a multiprocessor. On NVIDIA it
+starts while the first kernel runs and has then asked for its state before it needs that kernel's results (programmatic dependent
+launch); states are what the first kernel doesn't write. The gated norm needs all of a head's values. While programs are few, the
+last one of a head does it: they draw tickets. With many, waiting for tickets costs more than a third kernel.
 
 A slot that one request writes may not be read by another in the same step; programs run in no order.
 """
@@ -13,17 +12,18 @@ A slot that one request writes may not be read by another in the same step; prog
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import unavailable
+from firstlight.ops.triton_support import register_limit, unavailable
 
-FEW_PROGRAMS = 132
-"""Up to here each has a multiprocessor of its own (of an H200, at least)."""
+FEW_HEADS = 132
+"""Up to here (value heads of all requests) a head's last program applies the norm."""
 LARGEST_STATE = 2**16
-"""Elements of a head's state that one program can hold in registers."""
+"""Elements of a head's state."""
 
 
 def when(call: Call) -> str | None:
@@ -46,32 +46,34 @@ def unsupported(call: Call) -> str | None:
     if key_dim & (key_dim - 1) or value_dim & (value_dim - 1) or min(key_dim, value_dim) < 8:
         return f"heads of {key_dim} keys and {value_dim} values: both have to be powers of two, 8 or more"
     if key_dim * value_dim > LARGEST_STATE:
-        return f"a state of {value_dim} x {key_dim} doesn't fit one program's registers"
+        return f"a state of {value_dim} x {key_dim} is larger than what these kernels have been tried with"
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a state is cut. fused: one kernel, which holds all of it; else `rows` at a time, fetched `stages` tiles ahead."""
+    """How a state is cut: programs of `warps` take `rows` of a head's values each.
 
-    fused: bool
+    norm: whether the last program of a head applies the gated norm, rather than a kernel of its own. registers: cap for a
+    thread, 0 for none. dependent: whether a kernel starts before the one before it has ended.
+    """
+
+    rows: int
     warps: int
-    rows: int = 0
-    stages: int = 1
+    norm: bool
+    registers: int = 0
+    dependent: bool = False
 
 
-def choose_tiles(programs: int, value_dim: int, key_dim: int) -> Tiles:
-    """One kernel while programs are few, tiles of 4 KiB where many share a multiprocessor."""
-    if programs <= FEW_PROGRAMS:
-        return Tiles(True, max(1, min(8, value_dim * key_dim // 1024)))
-    return Tiles(False, 2, min(value_dim, max(1, 1024 // key_dim)), 4)
+def choose_tiles(heads: int, value_dim: int, key_dim: int, dependent: bool) -> Tiles:
+    """Tiles of 4 KiB for a warp; heads: value heads of all requests."""
+    return Tiles(min(value_dim, max(1, 1024 // key_dim)), 1, heads <= FEW_HEADS, 80, dependent)
 
 
 def workspace(call: Call) -> int:
-    """q, k, v and gates of the step, between the two kernels: bytes."""
-    mixed, requests = call.args[0], call.args[11].shape[0]
-    heads = call.kwargs["value_heads"]
-    return requests * (mixed.shape[1] * mixed.element_size() + heads * 8) if requests * heads > FEW_PROGRAMS else 0
+    """q, k, v and gates of the step, between the kernels: bytes."""
+    mixed, requests, heads = call.args[0], call.args[11].shape[0], call.kwargs["value_heads"]
+    return requests * (mixed.shape[1] + heads * 2) * 4
 
 
 def run(
@@ -109,45 +111,20 @@ def run(
     if requests == 0 or mixed.shape[0] == 0:
         return out
     if tiles is None:
-        tiles = choose_tiles(requests * value_heads, value_dim, key_dim)
+        dependent = mixed.is_cuda and torch.version.hip is None
+        tiles = choose_tiles(requests * value_heads, value_dim, key_dim, dependent)
     promoted = torch.promote_types(mixed.dtype, norm_weight.dtype)
     round_product = promoted == mixed.dtype and promoted.itemsize == 2
     width = conv_weight.shape[1]
     sizes = {"HK": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim}
-    taps = {"W": width, "TAPS": 1 << (width - 1).bit_length()}
     indices = (query_start, state_in, state_out, exports)
     conv_strides = (*conv_weight.stride(), *conv_pool.stride())
-    if tiles.fused:
-        kernels.gated_delta_decode_kernel[(value_heads, requests)](
-            mixed,
-            z,
-            a,
-            b,
-            conv_weight,
-            A_log,
-            dt_bias,
-            norm_weight,
-            conv_pool,
-            state_pool,
-            *indices,
-            tickets(mixed.device, requests * key_heads),
-            out,
-            eps,
-            exports.shape[0],
-            mixed.shape[0],
-            mixed.stride(0),
-            z.stride(0),
-            a.stride(0),
-            b.stride(0),
-            *conv_strides,
-            state_pool.stride(0),
-            **sizes,
-            **taps,
-            ROUND_PRODUCT=round_product,
-            num_warps=tiles.warps,
-        )
-        return out
-    columns = torch.empty((requests, mixed.shape[1]), dtype=mixed.dtype, device=mixed.device)
+    launch = {"launch_pdl": True} if tiles.dependent else {}
+    exported: dict[str, Any] = {
+        "HAS_EXPORTS": exports.shape[0] > 0,
+        "BLOCK_E": 1 << (exports.shape[0] - 1).bit_length() if exports.shape[0] else 1,
+    }
+    columns = torch.empty((requests, mixed.shape[1]), dtype=torch.float32, device=mixed.device)
     gates = torch.empty((requests, value_heads, 2), dtype=torch.float32, device=mixed.device)
     kernels.prepare_kernel[(2 * key_heads + value_heads, requests)](
         mixed,
@@ -167,16 +144,20 @@ def run(
         b.stride(0),
         *conv_strides,
         **sizes,
-        **taps,
-        num_warps=4,
+        W=width,
+        num_warps=max(1, min(4, max(key_dim, value_dim) // 32)),
+        **exported,
+        PDL=tiles.dependent,
+        **launch,
     )
-    kernels.recurrence_kernel[(value_heads, requests)](
+    kernels.streaming_kernel[(value_heads * (value_dim // tiles.rows), requests)](
         columns,
         gates,
         z,
         norm_weight,
         state_pool,
         *indices,
+        tickets(mixed.device, requests * value_heads),
         out,
         eps,
         exports.shape[0],
@@ -184,10 +165,32 @@ def run(
         state_pool.stride(0),
         **sizes,
         BLOCK_V=tiles.rows,
-        STAGES=tiles.stages,
         ROUND_PRODUCT=round_product,
+        NORM=tiles.norm,
         num_warps=tiles.warps,
+        **register_limit(tiles.registers),
+        **exported,
+        PDL=tiles.dependent,
+        **launch,
     )
+    if not tiles.norm:
+        from firstlight.ops.gated_delta.triton_chunked_kernels import norm_kernel
+
+        norm_kernel[(-(-out.shape[0] * value_heads // 8),)](
+            out,
+            z,
+            norm_weight,
+            eps,
+            out.shape[0] * value_heads,
+            z.stride(0),
+            HV=value_heads,
+            V=value_dim,
+            BLOCK_ROWS=8,
+            ROUND_PRODUCT=round_product,
+            PDL=tiles.dependent,
+            num_warps=4,
+            **launch,
+        )
     return out
 
 

@@ -139,6 +139,8 @@ def cost(
 gated_delta_rule = Op(
     "gated_delta_rule", body, abstract=abstract, cost=cost, mutates={"pool": "state_out", "log": "state_in"}
 )
-gated_delta_rule.provide("torch_chunked", torch_chunked.run)
-gated_delta_rule.provide("torch_decode", torch_decode.run, when=torch_decode.when, rank=2)
+gated_delta_rule.provide("torch_chunked", torch_chunked.run, workspace=torch_chunked.workspace)
+gated_delta_rule.provide(
+    "torch_decode", torch_decode.run, when=torch_decode.when, rank=2, workspace=torch_decode.workspace
+)
 gated_delta_rule.provide("torch_in_place", torch_in_place.run, when=torch_in_place.when, rank=3)

@@ -25,6 +25,14 @@ def when(call: Call) -> str | None:
     return None
 
 
+def workspace(call: Call) -> int:
+    """The states of all requests, and what a token brings, widened: bytes."""
+    q, pool, requests = call.args[0], call.args[5], len(call.args[7])
+    _, heads, value_dim, key_dim = pool.shape
+    row = heads * (value_dim * 10 + key_dim * 2) + q.shape[1] * key_dim * 8
+    return requests * 4 * (heads * value_dim * key_dim + row)
+
+
 def run(
     q: Tensor,
     k: Tensor,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from firstlight.ops.meta import concatenate
 from firstlight.ops.op import Op
 from firstlight.ops.rms_norm import rms_norm
 from firstlight.ops.rope import rope
@@ -37,7 +37,7 @@ def body(
     q = q.unflatten(-1, (heads, -1))
     key = kv[:, width:].unsqueeze(1)
     if angles is not None:
-        q = torch.cat((q[..., :nope], parts.rope(q[..., nope:], angles, interleaved=True)), dim=-1)
+        q = concatenate((q[..., :nope], parts.rope(q[..., nope:], angles, interleaved=True)), dim=-1)
         key = parts.rope(key, angles, interleaved=True)
     latent = parts.rms_norm(kv[:, :width], kv_norm, eps=eps)
     parts.write_latent(latent, key.squeeze(1), latent_pages, slot)

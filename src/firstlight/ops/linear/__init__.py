@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from firstlight.ops.linear import torch_block_fp8, torch_plain, triton_block_fp8, triton_skinny
 from firstlight.ops.op import Cost, Op, Shape
+from firstlight.ops.triton_support import provide_fp8
 from firstlight.quant import Packed, Weight, unpack
 
 
@@ -49,6 +50,16 @@ def cost(
 
 linear = Op("linear", body, abstract=abstract, cost=cost)
 linear.provide("torch", torch_plain.run, when=torch_plain.when)
-linear.provide("torch_block_fp8", torch_block_fp8.run, when=torch_block_fp8.when, rank=5)
-linear.provide("triton_skinny", triton_skinny.run, when=triton_skinny.when, rank=3)
-linear.provide("triton_block_fp8", triton_block_fp8.run, when=triton_block_fp8.when, rank=4)
+linear.provide(
+    "torch_block_fp8", torch_block_fp8.run, when=torch_block_fp8.when, rank=5, workspace=torch_block_fp8.workspace
+)
+provide_fp8(linear, "triton_skinny", triton_skinny.run, when=triton_skinny.when, weights=("weight",), rank=3)
+provide_fp8(
+    linear,
+    "triton_block_fp8",
+    triton_block_fp8.run,
+    when=triton_block_fp8.when,
+    weights=("weight",),
+    rank=4,
+    workspace=triton_block_fp8.workspace,
+)

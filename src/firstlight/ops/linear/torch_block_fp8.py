@@ -32,17 +32,25 @@ def when(call: Call) -> str | None:
         return "gives bfloat16 without a bias"
     if x.shape[0] < LEAST_TOKENS:
         return f"serves {LEAST_TOKENS} tokens or more, not {x.shape[0]}"
-    if x.shape[0] % TOKENS_TOGETHER:
-        return f"takes a multiple of {TOKENS_TOGETHER} tokens, not {x.shape[0]}"
     if weight.shape[0] % triton_block_fp8.BLOCK or weight.shape[1] % (SCALE_COLUMNS * triton_block_fp8.BLOCK):
         return f"needs rows a multiple of 128 and columns of 512, not {weight.shape}"
     return None
+
+
+def workspace(call: Call) -> int:
+    """Quantised activations with their scales, and the weight's scales in float32: bytes."""
+    tokens, columns = call.args[0].shape
+    return triton_block_fp8.quantised_bytes(tokens, columns) + 4 * call.args[1].parts["scale"].numel()
 
 
 def run(x: Tensor, weight: Packed, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """The contract of `linear`. Tolerance: 4 % of the result's RMS, from the activations' quantisation."""
     from firstlight.ops.linear.triton_quantise import quantised
 
+    tokens = x.shape[0]
+    if missing := -tokens % TOKENS_TOGETHER:
+        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
     data, scale = weight.parts["data"], weight.parts["scale"].float()
     rows, row_scale = quantised(x if x.stride(1) == 1 else x.contiguous(), data.dtype, column_major=True)
-    return torch._scaled_mm(rows, data.t(), scale_a=row_scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    y = torch._scaled_mm(rows, data.t(), scale_a=row_scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    return y[:tokens]

@@ -16,6 +16,8 @@ from firstlight.ops.triton_support import unavailable
 from firstlight.quant import Packed
 
 BLOCK = 128
+MOST_CUT, MOST_PARTS, PARTIAL_BYTES = 512, 8, 8 << 20
+"""Tokens up to which K may be cut, into how many parts at most, and bounds of their sums: some 160 tiles in float32."""
 LEAST_TOKENS = 2
 """One token is quicker as a dot product, without being quantised."""
 
@@ -31,11 +33,23 @@ def when(call: Call) -> str | None:
         return f"serves {LEAST_TOKENS} tokens or more, not {x.shape[0]}"
     if not isinstance(weight, Packed):
         return "reads FP8 weights only"
-    if reason := weight_refusal(weight, call.hardware.architecture):
+    if reason := weight_refusal(weight):
         return reason
     if weight.format.block != (BLOCK, BLOCK) or weight.shape[1] % BLOCK:
         return f"needs blocks of {BLOCK} x {BLOCK} that divide the columns; they are {weight.format.block} of {weight.shape[1]}"
     return None
+
+
+def workspace(call: Call) -> int:
+    """Quantised activations with their scales, and for few tokens the partial sums of tiles that K is cut for: bytes."""
+    tokens, columns = call.args[0].shape
+    partial = min(PARTIAL_BYTES, tokens * call.args[1].shape[0] * 4 * MOST_PARTS)
+    return quantised_bytes(tokens, columns) + (partial if tokens <= MOST_CUT else 0)
+
+
+def quantised_bytes(tokens: int, columns: int) -> int:
+    """Activations in FP8, and a scale in float32 for each 128 of them."""
+    return tokens * (columns + 4 * -(-columns // BLOCK))
 
 
 def run(x: Tensor, weight: Packed, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:

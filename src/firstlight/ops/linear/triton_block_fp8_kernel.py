@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from firstlight.ops.linear.triton_quantise import quantised
+from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
 from firstlight.ops.triton_support import read_tiles, register_limit, tile_for
 from firstlight.quant import Packed
 
@@ -17,12 +18,13 @@ from firstlight.quant import Packed
 @triton.jit
 def multiply(
     x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, T, N, K, x_scale_stride_t, w_stride_n, scale_stride_n,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TILES_TOGETHER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TILES_TOGETHER: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program owns BLOCK_T x BLOCK_N of y, BLOCK_N dividing 128.
 
     TILES_TOGETHER runs of tokens are taken together, so that they share a column's weights in L2.
     """
+    wait_for_inputs(PDL)
     i_program = tl.program_id(0)
     tiles_t, tiles_n = tl.cdiv(T, BLOCK_T), tl.cdiv(N, BLOCK_N)
     band = i_program // (TILES_TOGETHER * tiles_n)
@@ -58,20 +60,22 @@ def multiply_thin(
     part_columns, y_stride_part,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """A program owns BLOCK_N columns of y for all of up to BLOCK_T tokens, over a part of K; BLOCK_N divides 128.
+    """A program owns BLOCK_N columns of y for BLOCK_T tokens, over a part of K; BLOCK_N divides 128.
 
     The weights are the left operand: Hopper's FP8 instructions want 64 rows there, and 8 or more on the right.
     """
-    i_n, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_n, i_part, i_t = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     first = i_part * part_columns
-    o_n, o_t, o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), first + tl.arange(0, 128)
+    end = min(K, first + part_columns)
+    o_n, o_t = i_n * BLOCK_N + tl.arange(0, BLOCK_N), i_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    o_k = first + tl.arange(0, 128)
     m_t, m_n = o_t < T, o_n < N
-    p_x = x_ptr + o_t[None, :] * K + o_k[:, None]
+    p_x = x_ptr + o_t.to(tl.int64)[None, :] * K + o_k[:, None]
     p_w = w_ptr + o_n[:, None] * w_stride_n + o_k[None, :]
     p_x_scale = x_scale_ptr + o_t * x_scale_stride_t
     p_scale = scale_ptr + i_n * BLOCK_N // 128 * scale_stride_n
     b_acc = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
-    for i_k in range(first // 128, min(K, first + part_columns) // 128):
+    for i_k in range(first // 128, end // 128):
         b_w = tl.load(p_w, mask=m_n[:, None], other=0.0)
         b_x = tl.load(p_x, mask=m_t[None, :], other=0.0)
         b_scale = tl.load(p_x_scale + i_k, mask=m_t, other=0.0) * tl.load(p_scale + i_k).to(tl.float32)
@@ -80,13 +84,17 @@ def multiply_thin(
         p_w += 128
     if HAS_BIAS:
         b_acc += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
-    p_y = y_ptr + i_part * y_stride_part + o_t[None, :] * N + o_n[:, None]
+    p_y = y_ptr + i_part * y_stride_part + o_t.to(tl.int64)[None, :] * N + o_n[:, None]
     tl.store(p_y, b_acc.to(y_ptr.dtype.element_ty), mask=m_t[None, :] & m_n[:, None])
 
 
 @triton.jit
-def add_parts(parts_ptr, bias_ptr, y_ptr, N, parts, part_stride, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr):
+def add_parts(
+    parts_ptr, bias_ptr, y_ptr, N, parts, part_stride,
+    BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """y [T, N] = sum of parts [parts, T, N] in their order, + bias."""
+    wait_for_inputs(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < N
@@ -102,7 +110,9 @@ PROGRAMS, MOST_PARTS = 160, 4
 """Programs that `multiply_thin` aims at, about one a multiprocessor, and the most parts that K is cut into."""
 
 TILES = read_tiles(__file__, "triton_block_fp8_tiles.json")
-"""Tile shapes by tokens; with block_t under 64 the weights are the left operand."""
+"""Tile shapes by tokens; rows without `together` are for `multiply_thin`."""
+NARROW, LEAST_WIDE = read_tiles(__file__, "triton_block_fp8_narrow_tiles.json"), 70
+"""The same for products with fewer than so many tiles of 64 tokens by 128 columns, all by `multiply_thin`."""
 
 
 def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, **tuning: int) -> Tensor:
@@ -110,7 +120,8 @@ def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
     tokens, columns = x.shape
     rows = weight.shape[0]
     data, scale = weight.parts["data"], weight.parts["scale"]
-    shape = tile_for(TILES, tokens) | tuning
+    narrow = triton.cdiv(rows, 128) * triton.cdiv(tokens, 64) < LEAST_WIDE
+    shape = tile_for(NARROW if narrow else TILES, tokens) | tuning
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
     if not tokens:
         return y
@@ -121,24 +132,26 @@ def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
         "BLOCK_T": shape["block_t"], "BLOCK_N": shape["block_n"], "HAS_BIAS": bias is not None,
         "num_warps": shape["warps"], "num_stages": shape["stages"],
     }  # fmt: skip
-    tiles_n = triton.cdiv(rows, shape["block_n"])
-    if shape["block_t"] < 64:
+    tiles_n, tiles_t = triton.cdiv(rows, shape["block_n"]), triton.cdiv(tokens, shape["block_t"])
+    if "together" not in shape:
         # Few column tiles leave multiprocessors idle: cut K, so that there are about PROGRAMS of them.
         steps = columns // 128
-        per_part = triton.cdiv(steps, shape.get("parts", min(MOST_PARTS, max(1, round(PROGRAMS / tiles_n)))))
+        wanted = max(1, round(PROGRAMS / (tiles_n * tiles_t)))
+        per_part = triton.cdiv(steps, shape.get("parts", min(MOST_PARTS, wanted)))
         parts = triton.cdiv(steps, per_part)
         partial = torch.empty((parts, tokens, rows), dtype=torch.float32, device=x.device) if parts > 1 else y
-        thin = common | {"HAS_BIAS": bias is not None and parts == 1}
-        multiply_thin[(tiles_n, parts)](
-            *arguments[:5], partial, *arguments[6:], part_columns=per_part * 128, y_stride_part=tokens * rows, **thin
+        options = common | {"HAS_BIAS": bias is not None and parts == 1}
+        multiply_thin[(tiles_n, parts, tiles_t)](
+            *arguments[:5], partial, *arguments[6:], part_columns=per_part * 128, y_stride_part=tokens * rows, **options
         )
         if parts > 1:
             add_parts[(tokens, triton.cdiv(rows, 512))](
-                partial, arguments[4], y, rows, parts, tokens * rows, BLOCK_N=512, HAS_BIAS=bias is not None
-            )
+                partial, arguments[4], y, rows, parts, tokens * rows, BLOCK_N=512, HAS_BIAS=bias is not None,
+                **dependent_launch(x),
+            )  # fmt: skip
     else:
-        grid = (triton.cdiv(tokens, shape["block_t"]) * tiles_n,)
-        multiply[grid](
-            *arguments, TILES_TOGETHER=shape.get("together", 16), **common, **register_limit(shape.get("registers", 0))
-        )
+        multiply[(tiles_t * tiles_n,)](
+            *arguments, TILES_TOGETHER=shape["together"], **common, **register_limit(shape.get("registers", 0)),
+            **dependent_launch(x),
+        )  # fmt: skip
     return y

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+
 LEAST = tl.constexpr(1e-10)
 """Least maximum of a group: a group of zeros has a scale, and its elements are zeros."""
 
@@ -23,11 +25,20 @@ def quantise_columns(b_x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def quantise_tokens(b_x, DTYPE: tl.constexpr):
+    """A tile [128, M] in float32, a token a column -> (tile in DTYPE, scale [M])."""
+    LIMIT: tl.constexpr = 240.0 if tl.float8e4b8 == DTYPE else 448.0
+    b_scale = tl.maximum(tl.max(tl.abs(b_x), axis=0), LEAST) / LIMIT
+    return tl.clamp(b_x / b_scale[None, :], -LIMIT, LIMIT).to(DTYPE), b_scale
+
+
+@triton.jit
 def quantise_rows(
     x_ptr, y_ptr, scale_ptr, T, K, x_stride_t, scale_stride_t, scale_stride_k,
-    BLOCK_T: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T, K] and scale [T, K / 128] of x [T, K]; a program takes BLOCK_T tokens and GROUPS groups."""
+    wait_for_inputs(PDL)
     i_t, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_r = tl.arange(0, BLOCK_T * GROUPS)
     o_t = i_t * BLOCK_T + o_r // GROUPS
@@ -53,5 +64,6 @@ def quantised(x: Tensor, dtype: torch.dtype, column_major: bool = False) -> tupl
     block_t = max(1, 32 // share) if tokens >= 1024 else 1
     quantise_rows[(triton.cdiv(tokens, block_t), triton.cdiv(groups, share))](
         x, y, scale, tokens, columns, x.stride(0), scale.stride(0), scale.stride(1), BLOCK_T=block_t, GROUPS=share,
+        **dependent_launch(x),
     )  # fmt: skip
     return y, scale

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
 from firstlight.quant import Packed, Weight
 
 
@@ -30,8 +31,10 @@ def multiply(
     N, K, x_stride_t, w_stride_n, scale_stride_n,
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program owns BLOCK_N rows, which share their scales: BLOCK_N divides SCALE_ROWS."""
+    wait_for_inputs(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     o_n, o_t = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, TOKENS)
     m_n = o_n < N
@@ -80,11 +83,12 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, 
     )
     block_n = tuning.get("block_n", 8 if rows >= 4096 else 4 if rows >= 1024 else 2)
     block_n = divisor(block[0], block_n)
-    warps = 8 if wide else 2 if rows >= 4096 and data.element_size() == 1 else 4
+    warps = tuning.get("num_warps", 8 if wide else 2 if rows >= 4096 and data.element_size() == 1 else 4)
     multiply[(triton.cdiv(rows, block_n),)](
         x, data, scale, x if bias is None else bias, y, rows, columns,
         x_stride_t=x.stride(0), w_stride_n=data.stride(0), scale_stride_n=scale.stride(0),
         TOKENS=tokens, BLOCK_N=block_n, BLOCK_K=block_k, SCALE_ROWS=block[0], SCALE_COLUMNS=block[1],
-        HAS_SCALE=isinstance(weight, Packed), HAS_BIAS=bias is not None, num_warps=tuning.get("num_warps", warps),
+        HAS_SCALE=isinstance(weight, Packed), HAS_BIAS=bias is not None, num_warps=warps,
+        **dependent_launch(x),
     )  # fmt: skip
     return y

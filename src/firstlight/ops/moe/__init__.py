@@ -9,18 +9,19 @@ from torch import Tensor
 from firstlight.ops.add import add
 from firstlight.ops.experts import experts
 from firstlight.ops.linear import linear
-from firstlight.ops.moe import triton_few
+from firstlight.ops.moe import triton_few, triton_grouped
 from firstlight.ops.op import Op
 from firstlight.ops.route import route
 from firstlight.ops.sigmoid_mul import sigmoid_mul
 from firstlight.ops.silu_mul import silu_mul
-from firstlight.quant import Weight
+from firstlight.ops.triton_support import provide_fp8
+from firstlight.quant import Weight, format_of
 
 
 def body(
     parts: SimpleNamespace,
     x: Tensor,
-    router: Tensor,
+    router: Weight,
     gate_up: Weight,
     down: Weight,
     shared_gate_up: Weight | None,
@@ -41,13 +42,14 @@ def body(
 
     x: [T, H]. router: [all experts, H]; logits are computed in its dtype. gate_up: [E, 2 I, H], down: [E, H, I]: this rank's
     experts, from `first_expert` on. shared_gate_up: [2 J, H] and shared_down: [H, J], or None without a shared expert;
-    shared_gate: [1, H], or None where the shared expert counts in full. Matrices but the router may be packed.
+    shared_gate: [1, H], or None where the shared expert counts in full. Matrices may be packed, the router
+    in a layout of its provider's only.
     live, top_k, renormalise, scoring, bias, groups, top_groups, scale: as in `route`.
     Returns [T, H] in x.dtype. With the intermediate dimensions split over ranks (I, J), or the experts (E), the ranks'
     results add up to the whole.
     Source: Qwen3-MoE, Qwen3.5-MoE (gated shared expert) and DeepSeek-V3 (ungated) in their model files.
     """
-    logits = parts.linear(x.to(router.dtype), router)
+    logits = parts.router(x.to(format_of(router).torch_dtype), router)
     weights, chosen = parts.route(
         logits,
         top_k=top_k,
@@ -63,9 +65,9 @@ def body(
     routed = parts.experts(x, weights, chosen, gate_up, down, first_expert=first_expert)
     if shared_gate_up is None:
         return routed
-    shared = parts.linear(parts.silu_mul(parts.linear(x, shared_gate_up)), shared_down)
+    shared = parts.shared_down(parts.silu_mul(parts.shared_gate_up(x, shared_gate_up)), shared_down)
     if shared_gate is not None:
-        shared = parts.sigmoid_mul(shared, parts.linear(x, shared_gate))
+        shared = parts.sigmoid_mul(shared, parts.shared_gate(x, shared_gate))
     return parts.add(routed, shared)
 
 
@@ -74,5 +76,30 @@ def abstract(x: Tensor, *args: object, **kwargs: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-moe = Op("moe", body, abstract=abstract, parts=(linear, route, experts, silu_mul, sigmoid_mul, add))
-moe.provide("triton_few", triton_few.run, when=triton_few.when, rank=2)
+moe = Op(
+    "moe",
+    body,
+    abstract=abstract,
+    parts={
+        "router": linear,
+        "route": route,
+        "experts": experts,
+        "shared_gate_up": linear,
+        "silu_mul": silu_mul,
+        "shared_down": linear,
+        "shared_gate": linear,
+        "sigmoid_mul": sigmoid_mul,
+        "add": add,
+    },
+)
+WEIGHTS = ("gate_up", "down", "shared_gate_up", "shared_down")
+provide_fp8(moe, "triton_few", triton_few.run, when=triton_few.when, weights=WEIGHTS, rank=2)
+provide_fp8(
+    moe,
+    "triton_grouped",
+    triton_grouped.run,
+    when=triton_grouped.when,
+    weights=WEIGHTS,
+    rank=3,
+    workspace=triton_grouped.workspace,
+)

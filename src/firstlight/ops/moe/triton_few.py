@@ -20,19 +20,23 @@ MOST_SKINNY = 2
 
 def when(call: Call) -> str | None:
     """What `experts.triton_few` takes, a plain router of the activations' dtype, a shared expert stored like the others."""
-    x, router, gate_up, down, shared_gate_up, shared_down, shared_gate = call.args
+    x, router, gate_up, down = call.args[:4]
     if reason := triton_few.when(Call((x, router, router, gate_up, down), {}, call.bucket, call.hardware)):
         return reason
     if reason := triton_fused.when(Call((router.t(),), call.kwargs, call.bucket, call.hardware)):
         return reason
     if router.dtype != x.dtype:
         return f"the router is {router.dtype}, the activations {x.dtype}"
+    return shared_refusal(call) or weight_refusal(router)
+
+
+def shared_refusal(call: Call) -> str | None:
+    """Why the shared expert of a call can't be one more choice of every token, or None."""
+    gate_up, down, shared_gate_up, shared_down, shared_gate = call.args[2:]
     for name, weight, like in (("shared_gate_up", shared_gate_up, gate_up), ("shared_down", shared_down, down)):
         if weight is not None and format_of(weight) != format_of(like):
             return f"{name} is {format_of(weight)}, the other experts {format_of(like)}"
-    if isinstance(shared_gate, Packed):
-        return f"reads a plain shared_gate, not {shared_gate.format}"
-    return weight_refusal(router, call.hardware.architecture)
+    return f"reads a plain shared_gate, not {shared_gate.format}" if isinstance(shared_gate, Packed) else None
 
 
 def run(
@@ -66,9 +70,10 @@ def run(
     else:
         logits = functional.linear(x, router)
     gate = None if shared_gate is None else shared_gate.contiguous()
-    weights, chosen, share = triton_fused_kernel.route(
-        logits, top_k, scoring, renormalise, bias, scale, live, x.dtype, x, gate
-    )
+    weights, chosen, share = triton_fused_kernel.choose_experts(
+        logits[None], router.shape[0], top_k, scoring, renormalise, bias, scale, live, x.dtype,
+        gate=None if gate is None else (x, gate),
+    )  # fmt: skip
     shared = None if shared_gate_up is None or shared_down is None else (shared_gate_up, shared_down)
     return triton_few_kernels.experts(
         x, weights, chosen, gate_up, down, first_expert, shared, None if gate is None else share

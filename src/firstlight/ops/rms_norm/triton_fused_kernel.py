@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+
 
 @triton.jit
 def scaled(b_x, b_weight, D, eps, DTYPE: tl.constexpr, ZERO_CENTRED: tl.constexpr):
@@ -20,9 +22,10 @@ def scaled(b_x, b_weight, D, eps, DTYPE: tl.constexpr, ZERO_CENTRED: tl.constexp
 @triton.jit
 def norm_rows(
     x_ptr, weight_ptr, y_ptr, rows, heads, D, eps, x_stride_t, x_stride_h,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ZERO_CENTRED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ZERO_CENTRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [rows, D] from x [rows / heads, heads, D]."""
+    wait_for_inputs(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
     mask = (o_r < rows)[:, None] & (o_d < D)[None, :]
@@ -36,9 +39,10 @@ def norm_rows(
 @triton.jit
 def add_and_norm_rows(
     x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, D, eps, x_stride_t, residual_stride_t,
-    BLOCK_D: tl.constexpr, ZERO_CENTRED: tl.constexpr,
+    BLOCK_D: tl.constexpr, ZERO_CENTRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a row: sum = x + residual, rounded; y = its norm."""
+    wait_for_inputs(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)[None, :]
     mask = o_d < D
@@ -54,9 +58,10 @@ def add_and_norm_rows(
 @triton.jit
 def norm_and_gate_rows(
     x_ptr, gate_ptr, weight_ptr, y_ptr, rows, heads, D, eps, x_stride_t, x_stride_h, gate_stride_t, gate_stride_h,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [rows, D] = norm(x) * weight * silu(gate); x and gate [rows / heads, heads, D]; WIDE: dtype of norm * weight."""
+    wait_for_inputs(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
     mask = (o_r < rows)[:, None] & (o_d < D)[None, :]
@@ -92,7 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tenso
     if rows:
         norm_rows[(triton.cdiv(rows, block_r),)](
             x, weight, y, rows, heads, size, eps, x.stride(0), x.stride(1),
-            BLOCK_R=block_r, BLOCK_D=block_d, ZERO_CENTRED=zero_centred, num_warps=4 if block_d <= 4096 else 8,
+            BLOCK_R=block_r, BLOCK_D=block_d, ZERO_CENTRED=zero_centred, num_warps=4 if block_d <= 4096 else 8, **dependent_launch(x),
         )  # fmt: skip
     return y
 
@@ -106,7 +111,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_c
     if tokens:
         add_and_norm_rows[(tokens,)](
             x, residual, weight, y, total, size, eps, x.stride(0), residual.stride(0),
-            BLOCK_D=block_d, ZERO_CENTRED=zero_centred, num_warps=4 if block_d <= 4096 else 8,
+            BLOCK_D=block_d, ZERO_CENTRED=zero_centred, num_warps=4 if block_d <= 4096 else 8, **dependent_launch(x),
         )  # fmt: skip
     return y, total
 
@@ -123,6 +128,6 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         norm_and_gate_rows[(triton.cdiv(rows, block_r),)](
             x, gate, weight, y, rows, heads, size, eps, x.stride(0), x.stride(1), gate.stride(0), gate.stride(1),
             BLOCK_R=block_r, BLOCK_D=block_d, WIDE=getattr(tl, str(wide).removeprefix("torch.")),
-            num_warps=4 if block_d <= 4096 else 8,
+            num_warps=4 if block_d <= 4096 else 8, **dependent_launch(x),
         )  # fmt: skip
     return y

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Cost, Op, Shape
+from firstlight.ops.rope_angles import triton_fused
 
 
 def body(
@@ -57,3 +58,4 @@ def cost(
 
 
 rope_angles = Op("rope_angles", body, abstract=abstract, cost=cost)
+rope_angles.provide("triton_fused", triton_fused.run, when=triton_fused.when, rank=2)

@@ -41,4 +41,6 @@ def run(
 
     check_arguments(logits.shape[1], top_k, scoring, groups, top_groups)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    return kernels.route(logits, top_k, scoring, renormalise, bias, scale, live, dtype or logits.dtype)[:2]
+    return kernels.choose_experts(
+        logits[None], logits.shape[1], top_k, scoring, renormalise, bias, scale, live, dtype or logits.dtype
+    )[:2]

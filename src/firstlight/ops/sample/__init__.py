@@ -80,5 +80,5 @@ def cost(
 
 
 sample = Op("sample", body, abstract=abstract, cost=cost)
-sample.provide("torch_cpu", torch_cpu.run, when=torch_cpu.when)
-sample.provide("triton_split", triton_split.run, when=triton_split.when, rank=2)
+sample.provide("torch_cpu", torch_cpu.run, when=torch_cpu.when, workspace=torch_cpu.workspace)
+sample.provide("triton_split", triton_split.run, when=triton_split.when, rank=2, workspace=triton_split.workspace)

@@ -22,6 +22,11 @@ def when(call: Call) -> str | None:
     return None if call.hardware.kind == "cpu" else "it reads data on the host, which would wait for the device"
 
 
+def workspace(call: Call) -> int:
+    """The logits in float32, and the noise with the integers that it is made of: bytes."""
+    return 64 * call.args[0].numel()
+
+
 def run(
     logits: Tensor,
     temperature: Tensor,

@@ -45,4 +45,4 @@ def cost(
 
 
 segment_attention = Op("segment_attention", body, abstract=abstract, cost=cost)
-segment_attention.provide("torch_sdpa", torch_sdpa.run)
+segment_attention.provide("torch_sdpa", torch_sdpa.run, workspace=torch_sdpa.workspace)

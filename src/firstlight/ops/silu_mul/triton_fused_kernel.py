@@ -7,14 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+
 BLOCK = 1024
 
 
 @triton.jit
 def activate_and_multiply(
-    x_ptr, gate_ptr, y_ptr, N, x_stride_t, gate_stride_t, gate_stride_n, BLOCK_N: tl.constexpr, SILU: tl.constexpr
-):
+    x_ptr, gate_ptr, y_ptr, N, x_stride_t, gate_stride_t, gate_stride_n,
+    BLOCK_N: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """y [T, N] = x * silu(gate) or x * sigmoid(gate), the activation rounded to the gate's dtype first."""
+    wait_for_inputs(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < N
@@ -44,6 +48,7 @@ def _run(x: Tensor, gate: Tensor, columns: int, gate_stride_n: int, silu: bool) 
     block = min(BLOCK, triton.next_power_of_2(columns))
     if tokens:
         activate_and_multiply[(tokens, triton.cdiv(columns, block))](
-            x, gate, y, columns, x.stride(0), gate.stride(0), gate_stride_n, BLOCK_N=block, SILU=silu
-        )
+            x, gate, y, columns, x.stride(0), gate.stride(0), gate_stride_n, BLOCK_N=block, SILU=silu,
+            **dependent_launch(x),
+        )  # fmt: skip
     return y

@@ -1,0 +1,109 @@
+"""Scratch memory of Triton providers: what they take at the shapes of real models is what they declare.
+
+Providers run on meta tensors and their kernels aren't started, so every call of a model can be tried at any size.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import InterpretedFunction
+
+import firstlight.ops  # noqa: F401  registers every op
+from firstlight.hardware import H200
+from firstlight.models import build_model
+from firstlight.models.activations import _LiveBytes
+from firstlight.models.walk import record
+from firstlight.ops.op import Call, sites
+from firstlight.quant import scheme_of
+from firstlight.step import Bucket
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+BUCKETS = [
+    Bucket(0, 1, 1, 1, 8192, 1),
+    Bucket(1, 8, 8, 1, 8192, 8),
+    Bucket(2, 32, 32, 1, 8192, 32),
+    Bucket(3, 256, 256, 1, 8192, 256),
+    Bucket(4, 2048, 256, 2048, 8192, 256),
+    Bucket(5, 8192, 256, 8192, 8192, 256),
+]
+READ_LENGTHS = ("torch_sdpa",)
+"""Providers that look at data, so don't run on meta tensors."""
+SLACK = 1 << 20
+"""Bytes that a call may take undeclared: lists of tiles, counters."""
+GENEROUS = 16 << 20
+"""Bytes that a provider may declare above twice what it takes: bounds may be plain."""
+
+
+def calls_of(name):
+    """Every different call of a model in all buckets, composites' parts included: (op, Call)."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    scheme = scheme_of(config, torch.bfloat16)
+    model = build_model(config, dtype=torch.bfloat16, scheme=scheme)
+    for _, site in sites(model):
+        site[:] = [site.op.reference] * len(BUCKETS)
+    found = {}
+
+    def add(op, call):
+        key = (
+            op.name,
+            call.bucket.index,
+            repr(
+                [
+                    (tuple(t.shape), str(getattr(t, "dtype", "")) or str(t.format))
+                    for t in call.args
+                    if hasattr(t, "shape")
+                ]
+            ),
+        )
+        if key in found:
+            return
+        found[key] = (op, call)
+        if op.parts:
+
+            def part(inner, *args, **kwargs):
+                add(inner, Call(args, kwargs, call.bucket, H200))
+                return inner.abstract(*args, **kwargs)
+
+            op.compose({n: (lambda inner: lambda *a, **k: part(inner, *a, **k))(p) for n, p in op.parts.items()})(
+                *call.args, **call.kwargs
+            )
+
+    for made in record(model, BUCKETS, H200, 16):
+        add(made.site.op, made.call)
+    return list(found.values())
+
+
+def nbytes(value):
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in tree_leaves(value)
+        if isinstance(t, torch.Tensor)
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B-FP8", "Qwen3.5-35B-A3B", "Qwen3-8B"])
+def test_scratch_memory_is_declared(name, monkeypatch):
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **kwargs: None)
+    wrong = {}
+    tried = set()
+    for op, call in calls_of(name):
+        for provider in op.providers.values():
+            if provider.name in READ_LENGTHS or provider.when(call) is not None:
+                continue
+            live = _LiveBytes()
+            with torch.inference_mode(), live:
+                result = provider.run(*call.args, **call.kwargs)
+            used = live.peak - nbytes(result)
+            declared = provider.workspace(call) if provider.workspace else 0
+            tried.add((op.name, provider.name))
+            if used > declared + SLACK:
+                held = wrong.get((op.name, provider.name), (0, 0, 0))
+                wrong[op.name, provider.name] = max(held, (used, declared, call.bucket.tokens))
+    assert ("attention", "triton_paged") in tried
+    assert not wrong
