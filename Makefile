@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TRITON_VENV := .venv-triton
+VLLM_VENV := .venv-vllm
+SGLANG_VENV := .venv-sglang
 CACHE ?= $(HOME)/.cache/firstlight
 
-.PHONY: demo test test-fast test-slow test-kernels lint docs format clean help
+.PHONY: demo test test-fast test-slow test-kernels test-hosts accuracy lint docs format clean help
 
 help:  ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +46,24 @@ $(TRITON_VENV)/stamp: $(VENV)/dev.stamp
 test-kernels: $(TRITON_VENV)/stamp  ## Triton kernels under the interpreter, and compiled for NVIDIA and AMD
 	PYTHONPATH=src:tests $(TRITON_VENV)/bin/python -m pytest tests/interpreted
 
+# A host wants versions of its own: it is installed once, beside $(CACHE), and each checkout has a small environment over it.
+$(VLLM_VENV)/stamp: pyproject.toml benchmarks/install_vllm.sh scripts/over_host.sh
+	bash benchmarks/install_vllm.sh $(CACHE)-vllm
+	bash scripts/over_host.sh $(CACHE)-vllm $(VLLM_VENV)
+	touch $@
+
+$(SGLANG_VENV)/stamp: pyproject.toml scripts/install_sglang.sh scripts/over_host.sh
+	bash scripts/install_sglang.sh $(CACHE)-sglang
+	bash scripts/over_host.sh $(CACHE)-sglang $(SGLANG_VENV) tests/hosts/sglang_cpu_platform
+	touch $@
+
+test-hosts: $(VLLM_VENV)/stamp $(SGLANG_VENV)/stamp  ## Our models inside real vLLM and SGLang, on the CPU
+	$(VLLM_VENV)/bin/python -m pytest tests/hosts
+	$(SGLANG_VENV)/bin/python -m pytest tests/hosts
+
+accuracy: $(VENV)/dev.stamp  ## Predictions against published measurements: every error, and the means that must not get worse
+	$(BIN)/python -m benchmarks.accuracy
+
 lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,4 +77,4 @@ docs: $(VENV)/dev.stamp  ## Regenerate the generated parts of docs/
 	$(BIN)/python scripts/generate_docs.py
 
 clean:  ## Remove the environment and caches in this directory
-	rm -rf $(VENV) $(TRITON_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(TRITON_VENV) $(VLLM_VENV) $(SGLANG_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

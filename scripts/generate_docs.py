@@ -171,6 +171,17 @@ def _options_of(kind: Any) -> str:
     return table(["option", "environment variable", "values", "default", "meaning"], rows)
 
 
+def plugin_options() -> str:
+    """The switches of the plugins, which have no command line of ours."""
+    from firstlight.config import ENVIRONMENT_PREFIX, PluginOptions
+
+    rows = [
+        [code(ENVIRONMENT_PREFIX + name.upper()), _legal(field), _default(field.default), field.description or ""]
+        for name, field in PluginOptions.model_fields.items()
+    ]
+    return table(["environment variable", "values", "default", "meaning"], rows)
+
+
 def _default(value: Any) -> str:
     if value is None or value == ():
         return "none"
@@ -257,6 +268,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gguf": gguf,
     "ops": ops,
     "options": options,
+    "plugin-options": plugin_options,
     "providers": providers,
 }
 

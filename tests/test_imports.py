@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "firstlight"
 LAYERS = [
     {"errors", "config"},
-    {"hardware"},
+    {"hardware", "bench"},
     {"parallel", "quant"},
     {"ops"},
     {"step", "cache"},
@@ -20,11 +20,20 @@ LAYERS = [
     {"models"},
     {"weights", "scheduling"},
     {"engine", "verify", "predict"},
+    {"calibrate"},
     {"server", "plugin", "cli"},
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-SIDEWAYS = {("server", "cli"), ("plugin", "cli"), ("predict", "engine"), ("verify", "engine"), ("engine", "verify")}
+SIDEWAYS = {
+    ("hardware", "bench"),
+    ("bench", "hardware"),
+    ("server", "cli"),
+    ("plugin", "cli"),
+    ("predict", "engine"),
+    ("verify", "engine"),
+    ("engine", "verify"),
+}
 """Pairs of one level that may not meet: (importer, imported)."""
 
 
@@ -58,13 +67,18 @@ def test_scheduling_knows_only_config():
     assert "import torch" not in text
 
 
+def test_bench_knows_only_config_and_errors():
+    assert {imported for _, folder, imported in imports() if folder == "bench"} <= {"config", "errors"}
+
+
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
         ("firstlight.scheduling.scheduler", ["torch", "transformers"]),
         ("firstlight.hardware", ["torch"]),
-        ("firstlight.cli", ["torch", "transformers", "fastapi", "numpy"]),
+        ("firstlight.cli", ["torch", "transformers", "fastapi", "numpy", "aiohttp"]),
         ("firstlight.server.app", ["torch", "transformers"]),
+        ("firstlight.bench.bench", ["torch", "transformers", "tokenizers", "fastapi", "zmq"]),
         ("firstlight.engine.engine", ["transformers", "fastapi", "triton"]),
     ],
 )

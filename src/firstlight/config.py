@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 ENVIRONMENT_PREFIX = "FIRSTLIGHT_"
 
@@ -54,6 +56,11 @@ class EngineOptions(Options):
     op: tuple[str, ...] = Field(
         (), description="Force a provider: `OP=PROVIDER` or `OP.SITE=PROVIDER`; may be repeated."
     )
+    table: str = Field(
+        "auto",
+        description="Timings to choose providers by, from `firstlight calibrate`: a file; `auto`: the one that comes with "
+        "Firstlight for this hardware, if there is one; `none`: choose by rank.",
+    )
     invariant: bool = Field(
         False, description="Bind one provider to all buckets, so that batch size never changes rounding."
     )
@@ -63,13 +70,15 @@ class EngineOptions(Options):
     )
     max_running: int = Field(256, ge=1, description="Requests in a step at most.")
     step_tokens: int = Field(
-        2048, ge=1, description="New tokens in a step at most; longer prompts are prefilled in chunks."
+        2048,
+        ge=1,
+        description="New tokens in a step at most; longer prompts are prefilled in chunks. If not given, 8192 on a GPU.",
     )
     offline_step_tokens: int = Field(2048, ge=1, description="Offline prefill tokens in a step at most.")
     offline_share: float = Field(
         0.05, ge=0, le=1, description="Share of tokens kept for offline work under constant online load."
     )
-    page_size: int = Field(16, ge=1, description="Tokens in a KV page.")
+    page_size: int = Field(16, ge=1, description="Tokens in a KV page. If not given, 64 on a GPU.")
     cache_gib: float = Field(
         0.0, ge=0, description="Memory for KV pages and state slots; 0: what the device has left (CPU: 1 GiB)."
     )
@@ -79,6 +88,10 @@ class EngineOptions(Options):
     prefix_cache: bool = Field(True, description="Reuse the KV and state of shared prefixes.")
     depth: int = Field(
         0, ge=0, description="Plans in flight; 1 to debug; 0: 2 on a GPU, 1 on a CPU, which computes in order."
+    )
+    graphs: bool = Field(
+        True,
+        description="Capture steps in CUDA graphs, padded to their buckets; without effect on a CPU and with several ranks.",
     )
     tensor_parallel: int = Field(1, ge=1, description="Ranks that split every layer.")
 
@@ -119,7 +132,121 @@ class VerifyOptions(Options):
     op: tuple[str, ...] = Field((), description=_described("op"))
 
 
-KINDS: tuple[type[Options], ...] = (EngineOptions, ServerOptions, VerifyOptions)
+@dataclass(frozen=True)
+class Span:
+    """Whole numbers from `low` to `high`, both included; as text `8192`, or `1000-2000`."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, value: Any) -> Any:
+        """A span from text or a number; spans pass, as does None. Raises ValueError for anything else."""
+        if value is None or isinstance(value, Span):
+            return value
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(value).strip())
+        if match is None:
+            raise ValueError("must be a whole number, such as 8192, or a range, such as 1000-2000")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if low > high:
+            raise ValueError(f"the range begins at {low} and ends before it, at {high}")
+        return cls(low, high)
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
+
+
+def _positive(span: Span) -> Span:
+    if span.low < 1:
+        raise ValueError("must be at least 1")
+    return span
+
+
+SpanOption = Annotated[Span, BeforeValidator(Span.parse)]
+PositiveSpanOption = Annotated[Span, AfterValidator(_positive), BeforeValidator(Span.parse)]
+
+
+class BenchOptions(Options):
+    """What load `bench` puts on a server, and how it judges the answers."""
+
+    url: str = Field("http://127.0.0.1:8000", description="The server, with or without /v1.")
+    api_key: str | None = Field(None, description="The server's key.")
+    served_name: str | None = Field(
+        None, description="The model's name at the server; default: the first that it lists."
+    )
+    endpoint: Literal["completions", "chat"] = Field("completions", description="Which of OpenAI's two is asked.")
+    tokenizer: str | None = Field(
+        None,
+        description="Checkpoint whose tokenizer makes prompts text, for servers that take no token ids, and for chats.",
+    )
+    concurrency: int = Field(
+        0,
+        ge=0,
+        le=100_000,
+        description="Requests at once at most. Alone, a closed loop: as soon as one ends, the next begins. "
+        "0: 1 in a closed loop, without bound where arrivals have times.",
+    )
+    rate: float = Field(
+        0.0, ge=0, description="Arrivals a second at random times, whether or not answers have come; 0: a closed loop."
+    )
+    burstiness: float = Field(
+        1.0,
+        gt=0,
+        description="With --rate, the shape of the gamma distribution of the times between arrivals: "
+        "1 is a Poisson process, less comes in bursts, more is steadier.",
+    )
+    trace: str | None = Field(
+        None,
+        description="JSONL file: a request a line, as a prompt or as lengths, with its time of arrival if it has one.",
+    )
+    requests: int = Field(
+        0,
+        ge=0,
+        description="Requests (conversations, with --turns); 0: a trace's lines; else 4 x --concurrency, "
+        "or 100 with --rate.",
+    )
+    warm_up: int = Field(1, ge=0, description="Requests before the clock starts, which count for nothing.")
+    input_tokens: PositiveSpanOption = Field(
+        Span(512, 512), description="Random tokens of a prompt: a number, or LOW-HIGH, drawn uniformly."
+    )
+    output_tokens: PositiveSpanOption = Field(Span(128, 128), description="Tokens of an answer, likewise.")
+    token_range: SpanOption | None = Field(
+        None, description="Random prompts have token ids of LOW-HIGH; default: the vocabulary of tokenizer or server."
+    )
+    prefix_tokens: int = Field(0, ge=0, description="Tokens before them that a group of requests has in common.")
+    prefix_groups: int = Field(1, ge=1, description="Groups, each with a prefix of its own.")
+    turns: PositiveSpanOption = Field(
+        Span(1, 1), description="Turns of a conversation: each brings new tokens, and repeats all that was said."
+    )
+    think_seconds: float = Field(0.0, ge=0, description="Pause between an answer and the next turn.")
+    ignore_eos: bool = Field(True, description="Answers end by length alone (a field that not every server knows).")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+    return_token_ids: bool = Field(
+        False, description="Ask for the tokens' ids: each chunk then says how many it has. Not every server knows it."
+    )
+    field: tuple[str, ...] = Field(
+        (), description="A further field of each request: `NAME=JSON`, such as `top_k=20`; may be repeated."
+    )
+    slo: tuple[str, ...] = Field(
+        (), description="What a good request keeps, in ms: `ttft=500`, `tpot=20` or `e2el=9000`; may be repeated."
+    )
+    timeout_seconds: float = Field(1800.0, gt=0, description="A request that takes longer has failed.")
+    seed: int = Field(0, ge=0, description="Of prompts, lengths and arrivals; the same seed is the same load.")
+    gpus: int = Field(1, ge=1, description="GPUs behind the server, for throughput by GPU in the JSON.")
+
+
+class PluginOptions(Options):
+    """Whether Firstlight's models run inside another engine; set by environment variables alone."""
+
+    plugin: Literal["on", "off"] = Field(
+        "on", description="`off`: the host runs its own models, as if we weren't installed."
+    )
+    plugin_skip: tuple[str, ...] = Field(
+        (), description="Architectures, by their names in config.json, that stay with the host; commas between them."
+    )
+
+
+KINDS: tuple[type[Options], ...] = (EngineOptions, ServerOptions, VerifyOptions, BenchOptions, PluginOptions)
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:

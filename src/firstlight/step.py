@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from firstlight.ops.meta import subtract
 from firstlight.ops.op import Shape
 
 
@@ -165,20 +166,23 @@ class StepBatch:
 
     def _part(self, kind: str, tokens: slice, requests: slice, max_query: int) -> StepPart:
         start = self.query_start[requests.start : requests.stop + 1]
+        rows = requests.stop - requests.start
         tables: dict[str, Table] = {}
         for group, table in self.tables.items():
             if isinstance(table, PageTable):
                 tables[group] = PageTable(table.pages, table.row[requests], table.slot[tokens], table.page_size)
             else:
-                exports = table.exports if kind == "prefill" else table.exports[:0]
+                # In a mixed step only prompts export; a step of decode rows alone may as well.
+                exports = table.exports if kind == "prefill" or rows == self.length.shape[0] else table.exports[:0]
                 if requests.start and exports.shape[0]:
-                    exports = exports - exports.new_tensor([requests.start, 0, 0])
+                    exports = exports.clone()
+                    exports[:, 0] -= requests.start
                 tables[group] = SlotTable(table.state_in[requests], table.state_out[requests], exports)
         return StepPart(
             kind=kind,
             tokens=tokens,
             requests=requests,
-            query_start=start - tokens.start if tokens.start else start,
+            query_start=subtract(start, tokens.start) if tokens.start else start,
             length=self.length[requests],
             log_length=self.log_length[requests],
             max_query=max_query,

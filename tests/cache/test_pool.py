@@ -50,9 +50,9 @@ def test_copies_read_before_they_write():
     made = pool()
     for page in range(5):
         made.page_memory[page] = page
-    made.copy_pages([1, 2], [2, 1])
+    made.copy_pages(torch.tensor([1, 2]), torch.tensor([2, 1]))
     assert made.page_memory[:, 0].tolist() == [0, 2, 1, 3, 4]
-    made.copy_slots([], [])
+    made.copy_slots(torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long))
 
 
 def test_poison_is_nan_in_every_dtype():

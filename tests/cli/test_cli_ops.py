@@ -23,8 +23,10 @@ def test_choices_and_refusals_are_readable_in_a_pipe():
     assert "…" not in shown.stdout
     lines = shown.stdout.splitlines()
     norm = next(i for i, line in enumerate(lines) if line.startswith("rms_norm "))
-    assert lines[norm].split() == ["rms_norm", "triton_fused", "0-10", "layers.*.input_layernorm.norm"]
-    assert lines[norm + 1].startswith("      not ")
+    buckets = sum(line.startswith("  ") and (": decode, " in line or ": prefill, " in line) for line in lines)
+    assert lines[norm].split() == ["rms_norm", "triton_fused", f"0-{buckets - 1}", "layers.*.input_layernorm.norm"]
+    assert lines[norm + 1] == "      by rank"
+    assert lines[norm + 2].startswith("      not ")
     assert "  0: decode, 1 row" in lines
 
 
@@ -36,6 +38,7 @@ def test_ranges_join_neighbours():
 def test_reasons_that_differ_in_numbers_are_one():
     assert _merged(["up to 4 tokens, not 8", "up to 4 tokens, not 256"]) == "up to 4 tokens, not 8 to 256"
     assert _merged(["for GPUs"]) == "for GPUs"
+    assert _merged(["9.5 us", "120 us", "30 us"]) == "9.5 to 120 us"
 
 
 def test_the_version_is_shown():

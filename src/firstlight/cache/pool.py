@@ -60,12 +60,12 @@ class CachePool:
                 slot_offset += spec.nbytes
         return views
 
-    def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy whole pages of all layers. All reads come before all writes."""
+    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole pages of all layers; [n] int64 numbers on the device. All reads come before all writes."""
         _copy(self.page_memory, source, target)
 
-    def copy_slots(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy whole slots of all layers. All reads come before all writes."""
+    def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole slots of all layers; [n] int64 numbers on the device. All reads come before all writes."""
         _copy(self.slot_memory, source, target)
 
     def poison(self, pages: Sequence[int] = (), slots: Sequence[int] = ()) -> None:
@@ -87,8 +87,5 @@ def _rows(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torc
     )
 
 
-def _copy(memory: torch.Tensor, source: Sequence[int], target: Sequence[int]) -> None:
-    if len(source):
-        device = memory.device
-        rows = memory.index_select(0, torch.as_tensor(source, dtype=torch.long, device=device))
-        memory.index_copy_(0, torch.as_tensor(target, dtype=torch.long, device=device), rows)
+def _copy(memory: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    memory.index_copy_(0, target, memory.index_select(0, source))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-COMMANDS = ("serve", "chat", "generate", "explain", "ops", "verify")
+COMMANDS = ("serve", "chat", "generate", "bench", "explain", "ops", "profile", "calibrate", "verify")
 
 
 def main() -> None:

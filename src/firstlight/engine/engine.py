@@ -43,11 +43,13 @@ class Engine:
         try:
             mesh = self.followers.mesh if self.followers else None
             self.loaded = load_model(options, mesh, rank_device(options, 0) if self.followers else None)
+            self.options = options = self.loaded.options
             self.geometry = cache_geometry(options, self.loaded)
             self.pool = allocate_caches(self.loaded, self.geometry)
             rows = min(options.max_running, self.geometry.slots or options.max_running)
-            executor = Executor(self.loaded, self.pool, options.max_running, poison)
+            executor = Executor(self.loaded, self.pool, options.max_running, graphs=options.graphs, poison=poison)
             self.executor: Executor | LeadingExecutor = executor
+            self._check_memory(executor)
             if self.followers:
                 self.followers.send_geometry(self.geometry)
                 self.executor = LeadingExecutor(executor, self.followers)
@@ -62,6 +64,15 @@ class Engine:
         self.in_flight: deque[tuple[StepPlan, Pending]] = deque()
         self.steps = 0
         self._checked_at = float("-inf")
+
+    def _check_memory(self, executor: Executor) -> None:
+        """After the largest steps have run: see that they took no more than was planned, which the caches left free."""
+        if executor.peak > self.loaded.planned:
+            logger.warning(
+                "the largest steps took %.2f GiB beside weights and caches, and %.2f GiB were planned",
+                executor.peak / 2**30,
+                self.loaded.planned / 2**30,
+            )
 
     @property
     def facts(self) -> dict[str, str]:
@@ -127,6 +138,8 @@ class Engine:
         """Counts now, and sums since the start."""
         scheduler, metrics = self.scheduler, self.scheduler.metrics
         running, waiting = scheduler.by_class()
+        device = self.loaded.device
+        allocator = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
         return EngineStats(
             running=running,
             waiting=waiting,
@@ -140,6 +153,8 @@ class Engine:
             prefix_matched_tokens=metrics.matched_tokens,
             prefix_lost_tokens=metrics.lost_tokens,
             prefix_evicted_tokens=metrics.evicted_pages * self.geometry.page_size,
+            device_reserved_bytes=allocator.get("reserved_bytes.all.current", 0),
+            allocator_retries=allocator.get("num_alloc_retries", 0),
         )
 
     def close(self) -> None:

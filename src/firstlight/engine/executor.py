@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 
 from firstlight.cache import CachePool
-from firstlight.engine.batch import fill
+from firstlight.engine.batch import HostStep, choose_bucket, fill, read_plan, send
+from firstlight.engine.graphs import DRAWS, StepGraphs, draw_tokens
 from firstlight.engine.loading import BoundModel
 from firstlight.engine.request_table import RequestTable
-from firstlight.scheduling.plan import Move, MoveKind, Place, StepPlan, StepResult
+from firstlight.engine.upload import upload
+from firstlight.scheduling.plan import CHUNK, Move, MoveKind, Place, StepPlan, StepResult
+from firstlight.step import Bucket
+
+logger = logging.getLogger(__name__)
 
 
 class Pending:
     """A plan that has been started; `wait` gives its result."""
 
-    def __init__(self, tokens: torch.Tensor) -> None:
+    def __init__(self, tokens: torch.Tensor, own: np.ndarray | None = None) -> None:
+        """tokens: drawn, on the device; own: which of them are the plan's, in its order; None: all."""
         self._event: torch.cuda.Event | None = None
+        self._own = own
         if tokens.is_cuda:
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._tokens.copy_(tokens, non_blocking=True)
@@ -31,47 +40,73 @@ class Pending:
         """The tokens of the plan's sampling rows, one each."""
         if self._event is not None:
             self._event.synchronize()
-        tokens = self._tokens.numpy().astype(np.int32).reshape(-1, 1)
-        return StepResult(tokens, np.ones(len(tokens), np.int32))
+        tokens = self._tokens.numpy()
+        if self._own is not None:
+            tokens = tokens[self._own]
+        return StepResult(tokens.astype(np.int32).reshape(-1, 1), np.ones(len(tokens), np.int32))
 
 
 class Executor:
     """One rank's executor. Plans are executed in the order of their numbers, each completely before the next."""
 
-    def __init__(self, loaded: BoundModel, pool: CachePool, rows: int, poison: bool = False) -> None:
-        """rows: running requests at most. poison: fill null rows, and all pages and slots at first, with NaN (tests)."""
+    def __init__(
+        self, loaded: BoundModel, pool: CachePool, rows: int, *, graphs: bool = True, poison: bool = False
+    ) -> None:
+        """rows: running requests at most. graphs: capture decode steps, on a GPU. poison: fill null rows, and all pages and
+        slots at first, with NaN (tests). On a GPU the largest steps are run, and graphs captured, before this returns;
+        `peak` is then what that took, in bytes."""
         self.loaded, self.pool = loaded, pool
         # A request never has more pages than there are, however long a context the model allows.
         columns = min(-(-loaded.max_context // pool.page_size), pool.pages)
         self.table = RequestTable(rows + 1, columns, loaded.device)
+        self.stream = torch.cuda.Stream(loaded.device) if loaded.device.type == "cuda" else None
         if poison:
             pool.poison(range(pool.pages), range(pool.slots))
+        self.graphs: StepGraphs | None = None
+        self.peak = 0
+        if self.stream is not None:
+            self.stream.synchronize()
+            torch.cuda.reset_peak_memory_stats(loaded.device)
+            before = torch.cuda.memory_allocated(loaded.device)
+            self.stream.wait_stream(torch.cuda.current_stream(loaded.device))
+            with torch.inference_mode(), torch.cuda.stream(self.stream):
+                for step in largest_steps(loaded.buckets):
+                    self._run(step, *DRAWS[-1])
+                if graphs and loaded.mesh.tp.size > 1:
+                    logger.warning("steps run op by op: graphs are captured on one rank only, so far")
+                elif graphs:
+                    self.graphs = StepGraphs(loaded, self.table, pool.page_size, rows, keep_logits=poison)
+            self.stream.synchronize()
+            self.peak = torch.cuda.max_memory_allocated(loaded.device) - before
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Pending:
         """Start a plan. On a GPU this returns before the work is done."""
-        self.table.apply(plan)
-        self._move(plan.moves)
-        if plan.bounds.requests == 0:
-            return Pending(torch.empty(0, dtype=torch.int64))
-        filled = fill(self.loaded.model, self.table, plan, self.loaded.buckets, self.pool.page_size)
-        logits = self.loaded.model(filled.step)
-        self.table.length[filled.rows] = filled.new_length
-        if not len(filled.sampling_rows):
-            return Pending(torch.empty(0, dtype=torch.int64))
-        rows = filled.rows[filled.sampling]
-        tokens = self.loaded.sampler.draw[filled.step.bucket.index](
-            logits,
-            self.table.temperature[rows],
-            self.table.top_k[rows],
-            self.table.top_p[rows],
-            self.table.seed[rows],
-            filled.new_length[filled.sampling],
-            greedy=bool(self.table.is_greedy[filled.sampling_rows].all()),
-            filtered=bool(self.table.is_filtered[filled.sampling_rows].any()),
+        with torch.inference_mode(), torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            self.table.apply(plan)
+            self._move(plan.moves)
+            if plan.bounds.requests == 0:
+                return Pending(torch.empty(0, dtype=torch.int64))
+            step = read_plan(plan, self.table)
+            if self.graphs is not None and (graph := self.graphs.find(step)) is not None:
+                return Pending(*self.graphs.replay(graph, step))
+            return Pending(self._run(step, *self.table.way_of(step.rows[step.sampling])))
+
+    def _run(self, step: HostStep, greedy: bool, filtered: bool) -> torch.Tensor:
+        """A step at its own size, op by op."""
+        bucket, sent = choose_bucket(self.loaded.buckets, step), send(step, self.loaded.device)
+        batch, new_length = fill(
+            self.loaded,
+            self.table,
+            sent,
+            bucket,
+            decodes=step.decodes,
+            tokens=step.tokens,
+            query=step.query,
+            context=step.context,
+            page_size=self.pool.page_size,
         )
-        self.table.last_token[rows] = tokens
-        return Pending(tokens)
+        logits = self.loaded.model(batch)
+        return draw_tokens(self.loaded, self.table, bucket, logits, sent, new_length, greedy=greedy, filtered=filtered)
 
     def _move(self, moves: Sequence[Move]) -> None:
         """Copies on the device, in the order of the list; runs of one kind that don't depend on each other go together."""
@@ -89,8 +124,31 @@ class Executor:
             self._copy(run)
 
     def _copy(self, run: list[Move]) -> None:
-        sources, targets = [move.source for move in run], [move.target for move in run]
+        numbers = [np.array([move.source for move in run]), np.array([move.target for move in run])]
+        sources, targets = upload(numbers, self.loaded.device)
         if run[0].kind is MoveKind.PAGE:
             self.pool.copy_pages(sources, targets)
         else:
             self.pool.copy_slots(sources, targets)
+
+
+def largest_steps(buckets: tuple[Bucket, ...]) -> list[HostStep]:
+    """The steps that take most memory, on rows of nobody: one long prompt, the longest beside full decode rows, many
+    short prompts. Run before the first request, they also compile the kernels that steps with prompts need."""
+    largest = buckets[-1]
+
+    def step(counts: list[int], decodes: int) -> HostStep:
+        rows = np.zeros(len(counts), np.int32)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        exports = np.array([(decodes, min(CHUNK, counts[-1]), 0)], np.int32)
+        prompt = np.zeros(int(starts[-1]) - decodes, np.int32)
+        return HostStep(rows, starts, prompt, rows, rows, exports, np.arange(len(counts)), decodes, largest.context)
+
+    prompts = largest.query
+    steps = [step([prompts], 0)]
+    others = min(largest.requests - 1, prompts - 1)
+    if others > 0:
+        steps.append(step([1] * others + [prompts - others], others))
+        each, rest = divmod(prompts, others + 1)
+        steps.append(step([each + (i < rest) for i in range(others + 1)], 0))
+    return steps

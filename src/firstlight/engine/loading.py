@@ -10,10 +10,14 @@ import torch
 
 from firstlight.cache import CachePool, PagedSpec, page_bytes, slot_bytes
 from firstlight.config import EngineOptions
+from firstlight.engine.request_ops import RequestOps
 from firstlight.engine.sampler import Sampler
+from firstlight.engine.table import timings_of
 from firstlight.errors import FirstlightError
 from firstlight.hardware import Hardware, detect
 from firstlight.models import CausalModel, build_model, family
+from firstlight.models.activations import planned_bytes
+from firstlight.models.buckets import bucket_ladder, resolve_options
 from firstlight.models.config import text_section
 from firstlight.models.registry import refuse_predicted_only
 from firstlight.models.walk import bind_caches, bind_model
@@ -29,19 +33,21 @@ from firstlight.weights.random_weights import random_tensors
 from firstlight.weights.stored import StoredTensor
 
 CPU_CACHE_BYTES = 1 << 30
-DEVICE_SHARE = 0.9
-"""Of a GPU's free memory after loading; the rest is for activations and the libraries' own."""
 
 
 @dataclass(slots=True)
 class BoundModel:
     """A model, bound and perhaps loaded, with everything that an executor needs.
 
+    options: as given, with the defaults of this hardware filled in.
+    planned: bytes that a GPU needs beside weights and caches (see `planned_bytes`).
     layouts: of weights that are packed for their provider, by (module path, attribute). stored: what to load.
     """
 
+    options: EngineOptions
     model: CausalModel
     sampler: Sampler
+    requests: RequestOps
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype
@@ -50,6 +56,7 @@ class BoundModel:
     binding: Binding
     buckets: tuple[Bucket, ...]
     max_context: int
+    planned: int
     layouts: Mapping[tuple[str, str], str]
     stored: Mapping[str, StoredTensor]
 
@@ -85,21 +92,6 @@ def resolve_dtype(option: str, config: Mapping[str, Any], hardware: Hardware) ->
     return dtype
 
 
-def bucket_ladder(options: EngineOptions, max_context: int, hardware: Hardware) -> tuple[Bucket, ...]:
-    """Buckets of rising size: decode steps by rows, then steps with prefill by tokens.
-
-    A GPU pads to them and captures a graph for each; a CPU runs steps at their exact size and needs few.
-    """
-    coarse = hardware.kind == "cpu"
-    rows = {min(size, options.max_running) for size in ((1, 16) if coarse else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512))}
-    tokens = set() if coarse else {size for size in (256, 2048) if size < options.step_tokens}
-    bounds = [(size, size, 1) for size in sorted(rows | {options.max_running})]
-    bounds += [(size, min(size, options.max_running), size) for size in sorted(tokens | {options.step_tokens})]
-    return tuple(
-        Bucket(i, tokens, requests, query, max_context, requests) for i, (tokens, requests, query) in enumerate(bounds)
-    )
-
-
 def bind_only(
     options: EngineOptions,
     mesh: Mesh | None = None,
@@ -114,6 +106,7 @@ def bind_only(
     mesh = mesh or Mesh()
     device = device or resolve_device(options.device)
     hardware = hardware or detect(str(device))
+    options = resolve_options(options, hardware)
     checkpoint = open_checkpoint(options.model)
     config = checkpoint.config
     dtype = resolve_dtype(options.dtype, config, hardware)
@@ -125,7 +118,9 @@ def bind_only(
     if options.max_context > limit:
         raise FirstlightError(f"--max-context {options.max_context} is more than the model's own limit of {limit}")
     buckets = bucket_ladder(options, options.max_context or limit, hardware)
-    sampler = Sampler()
+    sampler, requests = Sampler(), RequestOps()
+    more = sampler.records(buckets, model.config.vocab_size, dtype, hardware)
+    more += requests.records(buckets, model.position_rows, options.page_size, hardware)
     binding, layouts = bind_model(
         model,
         buckets,
@@ -133,11 +128,14 @@ def bind_only(
         overrides=options.op,
         invariant=options.invariant,
         page_size=options.page_size,
-        more=sampler.records(buckets, model.config.vocab_size, dtype, hardware),
+        more=more,
+        timings=timings_of(options.table, hardware),
     )
     return BoundModel(
+        options,
         model,
         sampler,
+        requests,
         checkpoint,
         device,
         dtype,
@@ -146,6 +144,7 @@ def bind_only(
         binding,
         buckets,
         options.max_context or limit,
+        planned_bytes(model, buckets, page_size=options.page_size) + binding.workspace if hardware.kind != "cpu" else 0,
         layouts,
         stored,
     )
@@ -182,7 +181,7 @@ def cache_bytes(options: EngineOptions, loaded: BoundModel) -> int:
     if loaded.device.type == "cpu":
         return CPU_CACHE_BYTES
     free, _ = torch.cuda.mem_get_info(loaded.device)
-    return int(free * DEVICE_SHARE) - loaded.binding.workspace
+    return max(0, free - loaded.planned)
 
 
 def cache_geometry(options: EngineOptions, loaded: BoundModel) -> CacheGeometry:

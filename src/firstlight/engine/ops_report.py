@@ -13,20 +13,23 @@ from rich.text import Text
 from firstlight.config import EngineOptions
 from firstlight.engine.loading import bind_only
 from firstlight.hardware import Hardware
-from firstlight.ops.binding import Choice
+from firstlight.ops.binding import Choice, microseconds
 from firstlight.ops.op import sites
 from firstlight.step import Bucket
 
 HEAD = ("op", "provider", "buckets", "where")
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
 INDENT = 6
 """Characters before a line of refusals, so that the rows of ops stand out."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """buckets: those in which the provider computes the op there. refused: the same for each (other provider, reason)."""
+    """buckets: those in which the provider computes the op there. chosen: the same by why it was chosen; refused: by (other
+    provider, reason)."""
 
     buckets: set[int] = field(default_factory=set)
+    chosen: dict[str, set[int]] = field(default_factory=dict)
     refused: dict[tuple[str, str], set[int]] = field(default_factory=dict)
 
 
@@ -38,7 +41,7 @@ def ops_report(options: EngineOptions, hardware: Hardware | None, every_site: bo
     for rung in loaded.buckets:
         yield Text(f"  {_bucket(rung)}")
     rows: dict[tuple[str, str, str], _Row] = {}
-    for path, site in [*sites(loaded.model), *sites(loaded.sampler)]:
+    for path, site in [*sites(loaded.requests), *sites(loaded.model), *sites(loaded.sampler)]:
         where = path if every_site else re.sub(r"\.\d+\.", ".*.", path)
         for bucket, choice in enumerate(site.choices):
             for depth, part in _with_parts(choice):
@@ -46,6 +49,8 @@ def ops_report(options: EngineOptions, hardware: Hardware | None, every_site: bo
                     continue
                 row = rows.setdefault(("  " * depth + part.op, part.provider, where), _Row())
                 row.buckets.add(bucket)
+                if why := _why(part):
+                    row.chosen.setdefault(why, set()).add(bucket)
                 for refusal in part.refused:
                     row.refused.setdefault(refusal, set()).add(bucket)
     cells = [(op, provider, ranges(row.buckets), where) for (op, provider, where), row in rows.items()]
@@ -54,7 +59,7 @@ def ops_report(options: EngineOptions, hardware: Hardware | None, every_site: bo
     yield Text(_line(HEAD, widths), style="bold")
     for line, row in zip(cells, rows.values(), strict=True):
         yield Text(_line(line, widths))
-        for reason in _refusals(row):
+        for reason in (*_reasons(row), *_refusals(row)):
             yield Padding(Text(reason, style="dim"), (0, 0, 0, INDENT), expand=False)
     if packed := len(loaded.binding.layouts):
         yield Text()
@@ -64,6 +69,14 @@ def ops_report(options: EngineOptions, hardware: Hardware | None, every_site: bo
             if packed > 1
             else f"1 weight is packed for its provider: {names}"
         )
+
+
+def _why(choice: Choice) -> str:
+    """Why a provider was chosen, if others could have served."""
+    if choice.seconds:
+        after = f", next {choice.runner_up[0]} {microseconds(choice.runner_up[1])} us" if choice.runner_up else ""
+        return f"measured {microseconds(choice.seconds)} us{after}"
+    return "by rank" if any(reason.endswith("ranks higher") for _, reason in choice.refused) else ""
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -77,29 +90,47 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
+def _reasons(row: _Row) -> Iterator[str]:
+    """A line for each way in which the provider was chosen."""
+    for why, buckets in _together(row.chosen.items()):
+        yield why + _where(row, buckets)
+
+
 def _refusals(row: _Row) -> Iterator[str]:
-    """A line for each reason, with all whom it holds for. Reasons that differ only in the sizes of buckets share one."""
-    alike: dict[tuple[str, str], list[tuple[str, set[int]]]] = {}
+    """A line for each reason, with all whom it holds for."""
+    found: dict[str, list[tuple[str, set[int]]]] = {}
     for (name, reason), buckets in row.refused.items():
-        alike.setdefault((name, re.sub(r"\d+", "#", reason)), []).append((reason, buckets))
+        found.setdefault(name, []).append((reason, buckets))
     names: dict[tuple[str, str], list[str]] = {}
-    for (name, _), found in alike.items():
-        buckets = set().union(*(where for _, where in found))
-        where = "" if buckets == row.buckets else f" (buckets {ranges(buckets)})"
-        names.setdefault((_merged([reason for reason, _ in found]), where), []).append(name)
+    for name, reasons in found.items():
+        for reason, buckets in _together(reasons):
+            names.setdefault((reason, _where(row, buckets)), []).append(name)
     for (reason, where), refused in names.items():
         yield f"not {', '.join(refused)}: {reason}{where}"
 
 
+def _where(row: _Row, buckets: set[int]) -> str:
+    return "" if buckets == row.buckets else f" (buckets {ranges(buckets)})"
+
+
+def _together(texts: Iterable[tuple[str, set[int]]]) -> Iterator[tuple[str, set[int]]]:
+    """Texts that differ only in numbers (the sizes of buckets, times) become one."""
+    alike: dict[str, list[tuple[str, set[int]]]] = {}
+    for text, buckets in texts:
+        alike.setdefault(NUMBER.sub("#", text), []).append((text, buckets))
+    for found in alike.values():
+        yield _merged([text for text, _ in found]), set().union(*(buckets for _, buckets in found))
+
+
 def _merged(reasons: list[str]) -> str:
     """One text of several that differ in numbers: "not 32" and "not 256" become "not 32 to 256"."""
-    numbers = iter(zip(*(map(int, re.findall(r"\d+", reason)) for reason in reasons), strict=True))
+    numbers = iter(zip(*(NUMBER.findall(reason) for reason in reasons), strict=True))
 
     def spread(_: re.Match[str]) -> str:
-        values = next(numbers)
-        return str(values[0]) if min(values) == max(values) else f"{min(values)} to {max(values)}"
+        values = sorted(next(numbers), key=float)
+        return values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
 
-    return re.sub(r"\d+", spread, reasons[0])
+    return NUMBER.sub(spread, reasons[0])
 
 
 def _line(cells: Iterable[str], widths: Iterable[int]) -> str:

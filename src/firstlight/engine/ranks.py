@@ -102,7 +102,7 @@ class Followers:
                 stdin=subprocess.PIPE,
             )
             assert process.stdin is not None
-            process.stdin.write(options.model_dump_json().encode() + b"\n")
+            process.stdin.write(options.model_dump_json(exclude_unset=True).encode() + b"\n")
             process.stdin.flush()
             self._processes.append(process)
         try:
@@ -190,7 +190,7 @@ def follow(address: str, rank: int, store: str, options: EngineOptions) -> None:
     data = plans.recv()
     if data != STOP:  # rank 0 could load the model too
         geometry = msgspec.msgpack.decode(data, type=CacheGeometry)
-        executor = Executor(loaded, allocate_caches(loaded, geometry), options.max_running)
+        executor = Executor(loaded, allocate_caches(loaded, geometry), options.max_running, graphs=options.graphs)
         while (data := plans.recv()) != STOP:
             executor.execute(decode_plan(data))
     context.destroy(linger=0)

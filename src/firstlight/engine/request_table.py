@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from firstlight.engine.upload import upload
 from firstlight.scheduling.plan import Join, StepPlan
 from firstlight.scheduling.sampling import SamplingParams
 
@@ -21,7 +22,7 @@ class RequestTable:
 
     length: [rows] int64, tokens whose KV and state exist. last_token: [rows] int64, the newest token, not run yet.
     pages: [rows, n] int32, the page table. temperature, top_p: [rows] float32; top_k, seed: [rows] int64.
-    position_delta: [rows] int64, added to text positions (MRoPE after images).
+    position_delta: [rows] int64, added to text positions (MRoPE after images). zeros: [rows] int32, never written.
     """
 
     def __init__(self, rows: int, max_pages: int, device: torch.device) -> None:
@@ -34,6 +35,7 @@ class RequestTable:
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.position_delta = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.zeros = torch.zeros(rows, dtype=torch.int32, device=device)
         # Host mirrors of what decides launches: known when a request joins.
         self.is_greedy = np.ones(rows, bool)
         self.is_filtered = np.zeros(rows, bool)
@@ -47,22 +49,31 @@ class RequestTable:
             self._join(plan.joins)
         for group in plan.pages:
             if len(group):
-                entries = torch.tensor(group, dtype=torch.int64, device=self.device)
-                self.pages[entries[:, 0], entries[:, 1]] = entries[:, 2].int()
+                (entries,) = upload([group], self.device)
+                row, column, page = entries.unbind(1)
+                self.pages.index_put_((row.long(), column.long()), page)
+
+    def way_of(self, rows: np.ndarray) -> tuple[bool, bool]:
+        """How these rows draw: (greedy, filtered): all at temperature 0; any with top-k or top-p."""
+        greedy = bool(self.is_greedy[rows].all())
+        return greedy, not greedy and bool(self.is_filtered[rows].any())
 
     def _join(self, joins: list[Join]) -> None:
-        rows = torch.tensor([join.row for join in joins], device=self.device)
-        self.pages[rows] = 0
-
-        def put(column: torch.Tensor, values: list[float] | list[int]) -> None:
-            column[rows] = torch.tensor(values, dtype=column.dtype, device=self.device)
-
-        put(self.length, [join.cached for join in joins])
-        put(self.temperature, [_temperature(join.sampling) for join in joins])
-        put(self.top_k, [join.sampling.top_k for join in joins])
-        put(self.top_p, [join.sampling.top_p for join in joins])
-        put(self.seed, [join.sampling.seed for join in joins])
-        put(self.position_delta, [0] * len(joins))
+        sampling = [join.sampling for join in joins]
+        host: list[np.ndarray] = [
+            np.array([join.row for join in joins], np.int64),
+            np.array([join.cached for join in joins], np.int64),
+            np.array([_temperature(s) for s in sampling], np.float32),
+            np.array([s.top_k for s in sampling], np.int64),
+            np.array([s.top_p for s in sampling], np.float32),
+            np.array([s.seed for s in sampling], np.int64),
+        ]
+        rows, *values = upload(host, self.device)
+        columns = (self.length, self.temperature, self.top_k, self.top_p, self.seed)
+        self.pages.index_fill_(0, rows, 0)
+        self.position_delta.index_fill_(0, rows, 0)
+        for column, value in zip(columns, values, strict=True):
+            column.index_copy_(0, rows, value)
         for join in joins:
             self.tokens[join.row] = join.tokens
             self.is_greedy[join.row] = _temperature(join.sampling) == 0

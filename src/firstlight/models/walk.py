@@ -6,12 +6,14 @@ The modules that serve are the ones that are walked, so what is bound and what i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from firstlight.cache.pool import CachePool
 from firstlight.cache.spec import PagedSpec
 from firstlight.hardware import Hardware
+from firstlight.hardware.timings import Timings
 from firstlight.models.causal import CausalModel
 from firstlight.nn.module import Module, caches
 from firstlight.ops.binding import Binding, Record, bind, parse_overrides
@@ -68,7 +70,7 @@ def walk(model: CausalModel, step: StepBatch, observer: Observer) -> None:
     """Run a model that is on the meta device under an observer, which returns the abstract results."""
     pool = CachePool(caches(model), pages=2, slots=2, page_size=_page_size(step), device="meta")
     bind_caches(model, pool)
-    with torch.no_grad(), observed(model, observer):
+    with torch.no_grad(), observed(model, observer, step.bucket.index):
         model(step)
 
 
@@ -82,7 +84,7 @@ def record(model: CausalModel, buckets: Sequence[Bucket], hardware: Hardware, pa
     records: list[Record] = []
     for bucket in buckets:
         observer = _recorder(records, by_path, bucket, hardware)
-        # Whole sites (embedding, MLP) see the bucket's bounds either way; decode and prefill sites are met in their own walk.
+        # Decode and prefill sites are met in their own walk; all others see the bucket's bounds in the first.
         walk(
             model,
             meta_step(model, bucket, decode_requests=bucket.requests if bucket.query == 1 else 0, page_size=page_size),
@@ -90,15 +92,25 @@ def record(model: CausalModel, buckets: Sequence[Bucket], hardware: Hardware, pa
         )
         if bucket.query > 1:
             decode = Bucket(bucket.index, bucket.requests, bucket.requests, 1, bucket.context, bucket.logits)
-            walk(model, meta_step(model, decode, decode_requests=bucket.requests, page_size=page_size), observer)
-        with torch.no_grad(), observed(model, observer):
-            model.encode_shapes(bucket.index)
+            decoding = _recorder(records, by_path, bucket, hardware, label="decode")
+            walk(model, meta_step(model, decode, decode_requests=bucket.requests, page_size=page_size), decoding)
+    # What isn't part of a step has the same shapes in every bucket.
+    apart: list[Record] = []
+    first = buckets[0]
+    with torch.no_grad(), observed(model, _recorder(apart, by_path, first, hardware), first.index):
+        model.encode_shapes(first.index)
+    records += [replace(record, call=replace(record.call, bucket=bucket)) for bucket in buckets for record in apart]
     return records
 
 
-def _recorder(records: list[Record], by_path: Mapping[str, object], bucket: Bucket, hardware: Hardware) -> Observer:
+def _recorder(
+    records: list[Record], by_path: Mapping[str, object], bucket: Bucket, hardware: Hardware, label: str = ""
+) -> Observer:
+    """Records every call, or those of sites with a label."""
+
     def observe(bound, args, kwargs):  # type: ignore[no-untyped-def]
-        records.append(Record(bound.path, by_path[bound.path], Call(args, kwargs, bucket, hardware)))  # type: ignore[arg-type]
+        if label in ("", bound.label):
+            records.append(Record(bound.path, by_path[bound.path], Call(args, kwargs, bucket, hardware)))  # type: ignore[arg-type]
         return bound.op.abstract(*args, **kwargs)
 
     return observe
@@ -113,10 +125,11 @@ def bind_model(
     invariant: bool = False,
     page_size: int = 16,
     more: Sequence[Record] = (),
+    timings: Timings | None = None,
 ) -> tuple[Binding, dict[tuple[str, str], str]]:
     """Bind a model on the meta device; returns the binding and the layout of each weight by (module path, attribute).
 
-    more: records of sites outside the model (a sampler) to be bound with it.
+    more: records of sites outside the model (a sampler) to be bound with it. timings: to choose by; None: by rank.
 
     Raises BindingError for an override that can't be met.
     """
@@ -124,7 +137,7 @@ def bind_model(
     for _, site in sites(model):
         site[:] = [site.op.reference] * len(buckets)
     records = [*record(model, buckets, hardware, page_size), *more]
-    binding = bind(records, len(buckets), hardware, parse_overrides(overrides), invariant)
+    binding = bind(records, len(buckets), hardware, parse_overrides(overrides), invariant, timings)
     layouts = {
         (path, attribute): binding.layouts[id(getattr(module, attribute))]
         for path, module in model.named_modules()

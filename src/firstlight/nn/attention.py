@@ -94,7 +94,7 @@ class Attention(Module):
             zero_centred=self.zero_centred,
         )
         parts = step.parts
-        out = None if len(parts) == 1 else torch.empty_like(q)
+        out = None if len(parts) == 1 else q.new_empty(q.shape)
         for part in parts:
             pages = part.pages(group)
             result = self.attend[part.kind][b](

@@ -8,6 +8,7 @@ from firstlight.cache.spec import SlotSpec
 from firstlight.nn.linear import COLUMNS, Linear
 from firstlight.nn.module import Build, Module, Segment, WeightSpec
 from firstlight.ops.channel_delta import channel_delta
+from firstlight.ops.meta import concatenate
 from firstlight.ops.op import CallSite
 from firstlight.ops.rms_norm import rms_norm
 from firstlight.ops.sigmoid_mul import sigmoid_mul
@@ -80,7 +81,7 @@ class ChannelDeltaNet(Module):
                     max_query=part.max_query,
                 )
             )
-        o = results[0] if len(results) == 1 else torch.cat(results)
+        o = concatenate(results)
         y = self.norm[index](o, self.o_norm, eps=self.eps).flatten(1)
         return self.o_proj(step, self.gate[index](y, z))
 

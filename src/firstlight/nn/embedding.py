@@ -68,7 +68,15 @@ class Head(Module):
         """[T, H] -> [N, vocabulary]."""
         b = step.bucket.index
         weight = self._tied[0].weight if self._tied else self.weight
-        logits = self.product[b](self.rows[b](x, step.logit_row), weight)
-        return self.gather[b](logits, self.group, dim=-1) if self.gathers else logits
+        if not step.logit_row.shape[0]:  # in the middle of a prompt
+            vocabulary = weight.shape[0] * (self.group.size if self.gathers else 1)
+            return x.new_empty((0, vocabulary))
+        return self.logits(b, self.rows[b](x, step.logit_row))
+
+    def logits(self, bucket: int, x: torch.Tensor) -> torch.Tensor:
+        """Logits of all rows: [N, H] -> [N, vocabulary]. bucket: the index of the step's."""
+        weight = self._tied[0].weight if self._tied else self.weight
+        logits = self.product[bucket](x, weight)
+        return self.gather[bucket](logits, self.group, dim=-1) if self.gathers else logits
 
     weight: Weight

@@ -8,6 +8,7 @@ from firstlight.cache.spec import SlotSpec
 from firstlight.nn.linear import COLUMNS, Linear
 from firstlight.nn.module import Build, Module, Segment, WeightSpec
 from firstlight.ops.gated_delta import gated_delta
+from firstlight.ops.meta import concatenate
 from firstlight.ops.op import CallSite
 from firstlight.parallel import share
 from firstlight.quant import plain
@@ -117,7 +118,7 @@ class GatedDeltaNet(Module):
                     max_query=part.max_query,
                 )
             )
-        return self.out_proj(step, results[0] if len(results) == 1 else torch.cat(results))
+        return self.out_proj(step, concatenate(results))
 
     cache_spec: SlotSpec
     conv_pool: torch.Tensor

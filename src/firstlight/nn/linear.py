@@ -9,6 +9,7 @@ import torch
 
 from firstlight.nn.module import Build, Module, Segment, WeightSpec
 from firstlight.ops.linear import linear
+from firstlight.ops.meta import concatenate
 from firstlight.ops.op import CallSite
 from firstlight.quant import Weight, plain
 from firstlight.step import StepBatch
@@ -30,14 +31,14 @@ class Linear(Module):
         """rows_or_columns: the size of the dimension that segments don't fill."""
         super().__init__()
         other = rows_or_columns
-        group = build.mesh.tp
+        group, init = build.mesh.tp, "branch" if axis == COLUMNS else "linear"
         runs = [list(run) for _, run in groupby(segments, key=lambda segment: build.scheme.format(segment.source))]
         self.names = [f"weight{i}" if i else "weight" for i in range(len(runs))]
         for name, run in zip(self.names, runs, strict=True):
             size = sum(segment.size for segment in run)
             shape = (size, other) if axis == ROWS else (other, size)
             form = build.scheme.format(run[0].source)
-            self.declare(name, WeightSpec(shape, (tuple(run),), form, group, axis), build.dtype)
+            self.declare(name, WeightSpec(shape, (tuple(run),), form, group, axis, init=init), build.dtype)
         self.bias: torch.Tensor | None = None
         if bias:
             self._declare_bias(build, segments, other, axis)
@@ -65,7 +66,7 @@ class Linear(Module):
             return self.product[b](x, self.weight, self.bias)
         sites = [self.product, *self.more_products]
         parts = [site[b](x, getattr(self, name)) for site, name in zip(sites, self.names, strict=True)]
-        y = torch.cat(parts, -1)
+        y = concatenate(parts, -1)
         return y if self.bias is None else y + self.bias
 
     weight: Weight

@@ -73,7 +73,9 @@ class MoE(Module):
         spec = WeightSpec((2 * intermediate, hidden), (parts,), self.common_format(build, parts), tp)
         self.declare("shared_gate_up_proj", spec, build.dtype)
         down = Segment(f"{prefix}.down_proj.weight", intermediate, 1)
-        spec = WeightSpec((hidden, intermediate), ((down,),), build.scheme.format(down.source), tp, axis=1)
+        spec = WeightSpec(
+            (hidden, intermediate), ((down,),), build.scheme.format(down.source), tp, axis=1, init="branch"
+        )
         self.declare("shared_down_proj", spec, build.dtype)
 
     def _declare_experts(self, build: Build, name: str, sizes: tuple[int, int, int], held: Share) -> None:
@@ -93,7 +95,7 @@ class MoE(Module):
             (Segment(source, intermediate, 1),) for source in (f"{one}.down_proj.weight", f"{name}.experts.down_proj")
         )
         shape, form = (experts, hidden, intermediate), build.scheme.format(forms[0][0].source)
-        self.declare("down_proj", WeightSpec(shape, forms, form, tp, axis=2, experts=held), build.dtype)
+        self.declare("down_proj", WeightSpec(shape, forms, form, tp, axis=2, experts=held, init="branch"), build.dtype)
 
     def forward(self, step: StepBatch, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H], a partial sum over tensor-parallel (and expert-parallel) ranks."""

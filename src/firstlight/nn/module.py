@@ -68,7 +68,7 @@ class WeightSpec:
     shape: of the whole weight. axis: the dimension that segments fill, one after another, and that splits over `group`.
     forms: the published ways to store it; the first whose tensors are all there is used. format: as stored and kept.
     experts: for a stack, the range of the leading dimension that this rank holds.
-    init: how random weights are drawn: "linear", "embedding", "ones", "zeros", "decay" (A_log), "step" (dt_bias).
+    init: how random weights are drawn: "linear", "branch" (what adds to the residual), "embedding", "ones", "zeros", "decay" (A_log), "step" (dt_bias).
     flatten: the stored tensor has more dimensions; those after the first are one (convolutions).
     """
 

@@ -163,7 +163,7 @@ class Scheduler:
         batch = self._rows.decode_batch(stalled)  # smaller than before if the prefill has preempted
         if not len(batch[0]) and not draft.granted:
             return None
-        if self.geometry.has_state:
+        if self.geometry.has_state and self.options.prefix_cache:
             plan_exports(draft, self._residency.publisher)
         context = self._rows.plan_decode(batch[0], self._width, draft.number)
         leaves, self._rows.leaving = self._rows.leaving, []
@@ -229,8 +229,6 @@ class Scheduler:
         for progress, new in zip(finals, tokens[len(flight.decoding) :], strict=True):
             self._take(progress, new[:1], events)
         self._residency.retire_drained(plan.number)
-        if not self._requests and not self._flights:
-            self._check_accounts()
         return events
 
     def _check_result(self, plan: StepPlan, result: StepResult) -> Flight:
@@ -342,10 +340,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises IntegrityError, with the numbers, if rows, pages or slots don't add up, or, when nothing runs, if any
         of them is held by somebody other than the prefix tree."""
-        self._check_accounts()
         self._residency.tree.check_integrity()
-
-    def _check_accounts(self) -> None:
         idle = not self._requests and not self._flights
         for account in (self._rows.account, self._residency.pages, self._residency.slots):
             account.check_integrity(idle_only=idle)

@@ -1,0 +1,245 @@
+"""Decode steps and first tokens of a model on one GPU, through the engine: scheduler, graphs and sampler included.
+
+    python benchmarks/h200.py tests/configs/Qwen3.5-35B-A3B-FP8.json --json h200.json
+
+The weights are random, in the format that the config states, and made on the device; so are the prompts. For each batch
+size B, B prompts of `--context` tokens are answered with 8 and with 136 tokens; a decode step is the difference divided by
+128. "steady" is the median step, and "graph" the captured forward alone, while all B decode. Tokens are drawn at temperature
+1, each request with its own seed: greedily, random weights lead all requests to the same few tokens, and so to the same
+experts. A row counts only if tokens are routed to as many experts as uniform routing gives, E (1 - (1 - k/E)^B), within 5 %.
+First tokens: one prompt alone, from `add` to its first token, the median of five.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from firstlight.config import EngineOptions
+from firstlight.engine.engine import Engine
+from firstlight.engine.executor import Executor
+from firstlight.ops.observe import Bound, observed
+from firstlight.ops.route import route
+from firstlight.scheduling.request import Request
+from firstlight.scheduling.sampling import SamplingParams, ServiceClass
+
+SHORT, LONG = 8, 136
+STEADY = 32
+"""Steps in which all requests decode, at least."""
+DRIFT = 0.05
+
+
+class Driver:
+    """Runs closed batches of random prompts on an engine."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine, self.generator, self.number = engine, np.random.default_rng(seed), 0
+
+    def run(
+        self, batch: int, prompt: int, new: int, probe: Callable[[], None] | None = None
+    ) -> tuple[float, list[float]]:
+        """Seconds from the first `add` to the last token of `batch` requests, and of each step in which all of them decoded.
+
+        probe: called once, between two such steps.
+        """
+        requests = []
+        for _ in range(batch):
+            sampling = SamplingParams(temperature=1.0, seed=self.number, max_tokens=new)
+            ids = self.generator.integers(1000, self.engine.vocab_size - 1000, prompt).astype(np.int32)
+            requests.append(Request(f"b{self.number}", ids, sampling, ServiceClass.ONLINE))
+            self.number += 1
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for request in requests:
+            self.engine.add(request)
+        counts: dict[str, int] = {}
+        steady: list[float] = []
+        before, all_before = start, False
+        while self.engine.has_work():
+            deltas = self.engine.step()
+            for delta in deltas:
+                counts[delta.id] = counts.get(delta.id, 0) + len(delta.tokens)
+            now = time.perf_counter()
+            everyone = len(deltas) == batch and max(counts.values()) < new
+            if everyone and all_before:
+                steady.append(now - before)
+                if probe is not None:
+                    probe()
+                    probe, now = None, time.perf_counter()
+            before, all_before = now, everyone
+        elapsed = time.perf_counter() - start
+        if sorted(counts.values()) != [new] * batch:
+            raise SystemExit(f"{batch} requests of {new} tokens gave {sorted(counts.values())}")
+        return elapsed, steady
+
+
+def graph_milliseconds(executor: Executor, batch: int, repeats: int = 20) -> float | None:
+    """The captured forward of this batch size alone, at the rows and lengths of its last replay. States go on changing."""
+    if executor.graphs is None:
+        return None
+    graph = next((graph for graph in executor.graphs.graphs if graph.room.decodes >= batch), None)
+    if graph is None or executor.stream is None:
+        return None
+    with torch.cuda.stream(executor.stream):
+        graph.forward.replay()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            graph.forward.replay()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def distinct_experts(executor: Executor, batch: int) -> list[int]:
+    """Experts that the tokens of the last replayed step were routed to, by layer with experts."""
+    if executor.graphs is None or executor.stream is None:
+        return []
+    graph = next(graph for graph in executor.graphs.graphs if graph.room.decodes >= batch)
+    counts: list[int] = []
+
+    def observe(bound: Bound, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if bound.op.name == "moe":
+            chosen = route(
+                args[0][:batch] @ args[1].t(),
+                top_k=kwargs["top_k"],
+                scoring=kwargs["scoring"],
+                renormalise=kwargs["renormalise"],
+            )[1]
+            counts.append(int(chosen.unique().numel()))
+        return bound.run(*args, **kwargs)
+
+    with torch.inference_mode(), torch.cuda.stream(executor.stream), observed(executor.loaded.model, observe):
+        step, _, _ = executor.graphs.step_of(graph.memory, graph.room)
+        executor.loaded.model(step)
+    return counts
+
+
+def prompt_steps(batch: int, context: int, step_tokens: int) -> int:
+    """Steps until the last of `batch` prompts is in: the first ones decode meanwhile."""
+    return -(-batch * (context + 1) // step_tokens) + 1
+
+
+def decode_row(driver: Driver, executor: Executor, batch: int, context: int, rounds: int) -> dict[str, Any]:
+    """One row of the table of decode steps; times in milliseconds."""
+    seen: list[int] = []
+    graph: list[float | None] = []
+
+    def probe() -> None:
+        torch.cuda.synchronize()
+        seen.extend(distinct_experts(executor, batch))
+        graph.append(graph_milliseconds(executor, batch))
+
+    together = SHORT + STEADY + prompt_steps(batch, context, executor.loaded.options.step_tokens)
+    _, steady = driver.run(batch, context, together, probe)
+    steps = []
+    for _ in range(rounds):
+        short, _ = driver.run(batch, context, SHORT)
+        steps.append((driver.run(batch, context, LONG)[0] - short) / (LONG - SHORT) * 1e3)
+    config = executor.loaded.model.config
+    row: dict[str, Any] = {"batch": batch, "step_ms": statistics.median(steps), "steps_ms": steps}
+    row["steady_ms"] = statistics.median(steady) * 1e3 if steady else None
+    row["graph_ms"] = graph[0] if graph else None
+    experts = getattr(config, "num_experts", 0)
+    if experts:
+        uniform = experts * (1 - (1 - config.num_experts_per_tok / experts) ** batch)
+        row["experts"] = statistics.mean(seen) if seen else None
+        row["experts_uniform"] = uniform
+        row["counts"] = bool(seen) and abs(row["experts"] / uniform - 1) <= DRIFT
+    return row
+
+
+def commit() -> str:
+    """The commit that is measured, marked if the tree differs from it."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parent,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("FIRSTLIGHT_COMMIT", "unknown")
+    return described.stdout.strip()
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="config.json, or a directory with one")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument(
+        "--prompts", type=int, nargs="*", default=[8192], help="lengths of the prompts for first tokens"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--cache-gib", type=float, default=0.0)
+    parser.add_argument("--op", action="append", default=[])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    waiting = prompt_steps(max(arguments.batch, default=1), arguments.context, arguments.step_tokens)
+    longest = max(LONG, SHORT + STEADY + waiting)
+    engine = Engine(
+        EngineOptions(
+            model=arguments.model,
+            weights="random",
+            device="cuda",
+            max_context=max([arguments.context + longest, *[p + 1 for p in arguments.prompts]]),
+            max_running=max(arguments.batch, default=1),
+            step_tokens=arguments.step_tokens,
+            prefix_cache=False,
+            cache_gib=arguments.cache_gib,
+            op=tuple(arguments.op),
+        )
+    )
+    ready = time.perf_counter() - start
+    executor = engine.executor
+    assert isinstance(executor, Executor)
+    print(f"ready after {ready:.1f} s; {engine.facts['cache']}; {engine.facts.get('state', '')}", flush=True)
+    result: dict[str, Any] = {
+        "model": Path(arguments.model).name, "commit": commit(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "context": arguments.context, "ready_s": ready, "decode": [], "first_token": [],
+    }  # fmt: skip
+    driver = Driver(engine, seed=0)
+    for length in arguments.prompts:
+        driver.run(1, length, 1)
+        times = sorted(driver.run(1, length, 1)[0] * 1e3 for _ in range(5))
+        result["first_token"].append({"prompt": length, "ms": statistics.median(times), "all_ms": times})
+        print(
+            f"first token of {length:6}: {statistics.median(times):8.1f} ms  {[round(t, 1) for t in times]}", flush=True
+        )
+    for batch in arguments.batch:
+        row = decode_row(driver, executor, batch, arguments.context, arguments.rounds)
+        result["decode"].append(row)
+        print(
+            f"decode B={batch:4}: step {row['step_ms']:7.3f} ms, steady "
+            f"{row['steady_ms'] or float('nan'):7.3f} ms, graph {row['graph_ms'] or float('nan'):7.3f} ms"
+            + (f", experts {row['experts']:.1f} of {row['experts_uniform']:.1f}" if row.get("experts") else "")
+            + f"  {[round(s, 3) for s in row['steps_ms']]}",
+            flush=True,
+        )
+    result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    result["reserved_gib"] = torch.cuda.memory_reserved() / 2**30
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1))
+    engine.close()
+    if any(row.get("counts") is False for row in result["decode"]):
+        print("some rows don't count: the routing is not uniform", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A step padded to what a graph has room for gives the tokens, states and lengths of the step itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from driver import engine, prompts, request
+from reference import save_checkpoint
+
+from firstlight.engine.batch import DeviceStep, HostStep, choose_bucket, fill, read_plan
+from firstlight.engine.executor import Executor, Pending
+from firstlight.engine.graphs import Room, draw_tokens
+from firstlight.scheduling.plan import StepPlan
+from firstlight.scheduling.sampling import SamplingParams
+
+
+def padded(executor: Executor, step: HostStep, room: Room) -> Pending:
+    """What a graph of this room would do, op by op on the CPU."""
+    staging, fields = room.layout().stage()
+    own = room.pad(step, fields)
+    sent = DeviceStep(**room.layout().views(staging.clone()))
+    batch, new_length = fill(
+        executor.loaded,
+        executor.table,
+        sent,
+        room.bucket,
+        decodes=room.decodes,
+        tokens=room.tokens,
+        query=max(1, room.prompt_tokens),
+        context=room.bucket.context,
+        page_size=executor.pool.page_size,
+    )
+    logits = executor.loaded.model(batch)
+    greedy, filtered = executor.table.way_of(step.rows[step.sampling])
+    tokens = draw_tokens(
+        executor.loaded, executor.table, room.bucket, logits, sent, new_length, greedy=greedy, filtered=filtered
+    )
+    return Pending(tokens, own)
+
+
+class PaddedExecutor(Executor):
+    """Pads every step to a room with more decode rows, prompts and tokens than it needs."""
+
+    rooms: list[str]
+
+    def execute(self, plan: StepPlan) -> Pending:
+        with torch.inference_mode():
+            self.table.apply(plan)
+            self._move(plan.moves)
+            if plan.bounds.requests == 0:
+                return Pending(torch.empty(0, dtype=torch.int64))
+            step = read_plan(plan, self.table)
+            bucket = choose_bucket(self.loaded.buckets, step)
+            if step.decodes == len(step.rows):
+                room = Room(bucket, step.decodes + 2)
+            else:
+                room = Room(
+                    bucket,
+                    step.decodes + 3,
+                    len(step.rows) - step.decodes + 2,
+                    len(step.prompt) + 5,
+                    3 + len(step.exports),
+                )
+            assert room.holds(step)
+            self.rooms.append("mixed" if room.prompts and step.decodes else "prompts" if room.prompts else "decode")
+            return padded(self, step, room)
+
+
+@pytest.mark.parametrize(
+    "sampling", [None, SamplingParams(temperature=0.9, top_k=30, top_p=0.9, seed=2, max_tokens=16)]
+)
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_moe", "qwen3_next", "deepseek_v3"])
+def test_padding_changes_nothing(name: str, sampling: SamplingParams | None, tmp_path) -> None:
+    checkpoint = save_checkpoint(name, tmp_path)
+    options = {"step_tokens": 96, "max_running": 6, "invariant": True}
+    wanted = stepwise(engine(checkpoint, **options), sampling)
+    running = engine(checkpoint, **options)
+    running.executor.__class__ = PaddedExecutor
+    running.executor.rooms = []
+    assert stepwise(running, sampling) == wanted
+    assert {"mixed", "prompts", "decode"} <= set(running.executor.rooms)
+
+
+def stepwise(running, sampling: SamplingParams | None) -> dict[str, list[int]]:
+    """Answers to requests that arrive while others decode; twice, so that the second time prefixes are found."""
+    answers: dict[str, list[int]] = {}
+    for turn in range(2):
+        for i, prompt in enumerate(prompts()):
+            running.add(request(f"{turn}.{i}", prompt, *([sampling] if sampling else [])))
+            for _ in range(2):
+                for delta in running.step():
+                    answers.setdefault(delta.id, []).extend(delta.tokens)
+        while running.has_work():
+            for delta in running.step():
+                answers.setdefault(delta.id, []).extend(delta.tokens)
+    running.scheduler.check_integrity()
+    return answers
+
+
+def test_a_room_refuses_what_it_has_no_room_for(tmp_path) -> None:
+    bucket = engine(save_checkpoint("llama", tmp_path)).loaded.buckets[-1]
+    room = Room(bucket, 2, 1, 8, 4)
+    rows = np.array([1, 2, 3], np.int32)
+
+    def step(counts: list[int], decodes: int, exports: int = 0) -> HostStep:
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        taken, prompt = rows[: len(counts)], np.zeros(sum(counts) - decodes, np.int32)
+        states = np.zeros((exports, 3), np.int32)
+        return HostStep(taken, starts, prompt, taken, taken, states, np.arange(len(counts)), decodes, 20)
+
+    assert room.holds(step([1, 1, 8], 2))
+    assert not room.holds(step([1, 1, 9], 2))
+    assert not room.holds(step([1, 1, 1], 3))
+    assert not room.holds(step([1, 4, 4], 1))
+    assert not room.holds(step([8], 0, room.exports + 1))
