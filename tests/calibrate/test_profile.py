@@ -46,6 +46,7 @@ def test_the_engine_serves_as_before_afterwards(running) -> None:
     [
         ({"batch": 0, "context": 10}, "empty step"),
         ({"batch": 9, "context": 10}, "--max-running"),
+        ({"batch": 4, "context": 10, "prefill": 3}, "--max-running"),
         ({"batch": 1, "context": 10, "prefill": 1000}, "--step-tokens"),
         ({"batch": 1, "context": 10**6}, "--max-context"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from driver import engine, prompts, request
+from driver import answer, engine, prompts, request
 from reference import save_checkpoint
 
 from firstlight.engine.batch import DeviceStep, HostStep, choose_bucket, fill, read_plan
@@ -43,6 +43,8 @@ class PaddedExecutor(Executor):
     """Pads every step to a room with more decode rows, prompts and tokens than it needs."""
 
     rooms: list[str]
+    spare: int
+    """Prompts that a room has beyond those of the step; with none, its padding is behind a real row."""
 
     def execute(self, plan: StepPlan) -> Pending:
         with torch.inference_mode():
@@ -58,8 +60,8 @@ class PaddedExecutor(Executor):
                 room = Room(
                     bucket,
                     step.decodes + 3,
-                    len(step.rows) - step.decodes + 2,
-                    len(step.prompt) + 5,
+                    len(step.rows) - step.decodes + self.spare,
+                    len(step.prompt) + 20,
                     3 + len(step.exports),
                 )
             assert room.holds(step)
@@ -75,11 +77,37 @@ def test_padding_changes_nothing(name: str, sampling: SamplingParams | None, tmp
     checkpoint = save_checkpoint(name, tmp_path)
     options = {"step_tokens": 96, "max_running": 6, "invariant": True}
     wanted = stepwise(engine(checkpoint, **options), sampling)
+    for spare in (2, 0):
+        running = padding_engine(checkpoint, spare, **options)
+        assert stepwise(running, sampling) == wanted
+        assert {"mixed", "prompts", "decode"} <= set(running.executor.rooms)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_5_moe"])
+def test_padding_behind_a_prompt_that_ends_in_the_last_page(name: str, tmp_path) -> None:
+    checkpoint = save_checkpoint(name, tmp_path)
+    options = {"max_context": 64, "step_tokens": 96, "max_running": 2, "invariant": True}
+    prompt = prompts([60])
+    sampling = SamplingParams(temperature=0, max_tokens=4)
+    assert answer(padding_engine(checkpoint, 0, **options), prompt, sampling) == answer(
+        engine(checkpoint, **options), prompt, sampling
+    )
+
+
+def padding_engine(checkpoint, spare: int, **options):
+    """An engine whose executor pads."""
     running = engine(checkpoint, **options)
     running.executor.__class__ = PaddedExecutor
-    running.executor.rooms = []
-    assert stepwise(running, sampling) == wanted
-    assert {"mixed", "prompts", "decode"} <= set(running.executor.rooms)
+    running.executor.rooms, running.executor.spare = [], spare
+    return running
+
+
+def test_a_prompt_of_one_token_is_a_prompt(tmp_path) -> None:
+    """Its bucket is one where prefill is bound: what it rounds must not depend on how short its chunk is."""
+    running = engine(save_checkpoint("llama", tmp_path), max_running=4, step_tokens=64)
+    one = np.array([1], np.int32)
+    step = HostStep(one, np.array([0, 1], np.int32), one, one, one, np.empty((0, 3), np.int32), np.arange(1), 0, 1)
+    assert choose_bucket(running.loaded.buckets, step).query > 1
 
 
 def stepwise(running, sampling: SamplingParams | None) -> dict[str, list[int]]:

@@ -26,12 +26,18 @@ def request_table(rows: int = 7, columns: int = 6, page_size: int = 4, device: s
 
 
 def step_example(
-    rows: list[int], counts: list[int], decodes: int, position_rows: int = 1, device: str = "cpu"
+    rows: list[int],
+    counts: list[int],
+    decodes: int,
+    position_rows: int = 1,
+    spare: int = 0,
+    device: str = "cpu",
 ) -> Inputs:
-    """Rows with so many new tokens; the first `decodes` run their last token, the others tokens of a prompt."""
+    """Rows with so many new tokens; the first `decodes` run their last token, the others tokens of a prompt. spare: tokens
+    of padding behind the last row."""
     table = request_table(device=device)
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    tokens = sum(counts)
+    tokens = sum(counts) + spare
     prompt = torch.arange(100, 100 + tokens - decodes, dtype=torch.int32)
     args = (torch.tensor(rows, dtype=torch.int32).to(device), starts.to(device), *table.values(), prompt.to(device))
     return args, {"tokens": tokens, "page_size": 4, "position_rows": position_rows}
@@ -45,12 +51,13 @@ def advance_example(device: str = "cpu") -> Inputs:
     return (table["length"], table["last_token"], rows, new_length, sampling, drawn), {}
 
 
-STEPS: dict[str, tuple[list[int], list[int], int, int]] = {
+STEPS: dict[str, tuple[int | list[int], ...]] = {
     "decode": ([4, 1, 6], [1, 1, 1], 3, 1),
     "padded decode": ([4, 1, 0, 0], [1, 1, 1, 1], 4, 3),
     "mixed": ([2, 5, 3, 1], [1, 1, 5, 3], 2, 1),
     "prefill": ([6, 2], [7, 1], 0, 3),
     "one": ([2], [1], 1, 1),
+    "padding behind a full row": ([6, 2], [7, 8], 0, 1, 20),
 }
 
 EXAMPLES: dict[str, list[Callable[[], Inputs]]] = {

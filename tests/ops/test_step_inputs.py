@@ -26,7 +26,7 @@ def test_tokens_one_by_one(name: str) -> None:
             assert torch.atleast_2d(positions)[:, token].tolist() == [want] * kwargs["position_rows"]
             assert slot[token] == int(pages[row, index // 4]) * 4 + index % 4
             token += 1
-    assert token == len(ids)
+    assert (slot[token:] < 4).all()  # padding goes to page 0, whatever row it is behind
 
 
 def test_advancing_leaves_padding_alone() -> None:

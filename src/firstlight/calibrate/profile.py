@@ -77,9 +77,8 @@ def profile(engine: Engine, *, batch: int, context: int, prefill: int = 0) -> Pr
     executor = engine.executor
     if not isinstance(executor, Executor):
         raise FirstlightError("profile: one rank only; run without --tensor-parallel")
-    step = _host_step(engine, executor, batch, context, prefill)
     with torch.inference_mode(), torch.cuda.stream(executor.stream) if executor.stream else nullcontext():
-        return _profile(executor, step, context)
+        return _profile(executor, _host_step(engine, executor, batch, context, prefill), context)
 
 
 def _host_step(engine: Engine, executor: Executor, batch: int, context: int, prefill: int) -> HostStep:
@@ -89,9 +88,11 @@ def _host_step(engine: Engine, executor: Executor, batch: int, context: int, pre
         raise FirstlightError("profile: an empty step; give --batch or --prefill")
     longest = max(context, prefill)
     pages_each = -(-longest // executor.pool.page_size)
+    largest = executor.loaded.buckets[-1]
     limits = {
-        "--batch": (rows, executor.loaded.buckets[-1].requests, "--max-running"),
-        "--prefill": (batch + prefill, executor.loaded.buckets[-1].tokens, "--step-tokens"),
+        "--batch": (rows, len(executor.table.length) - 1, "--max-running"),
+        "--prefill": (prefill, largest.query, "--step-tokens"),
+        "--batch and --prefill": (batch + prefill, largest.tokens, "--step-tokens"),
         "--context": (longest, executor.loaded.max_context, "--max-context"),
         "pages": (rows * pages_each, executor.pool.pages - 1, "--cache-gib"),
     }

@@ -67,7 +67,7 @@ class Executor:
         if self.stream is not None:
             self.stream.synchronize()
             torch.cuda.reset_peak_memory_stats(loaded.device)
-            before = torch.cuda.memory_allocated(loaded.device)
+            allocated, reserved = torch.cuda.memory_allocated(loaded.device), torch.cuda.memory_reserved(loaded.device)
             self.stream.wait_stream(torch.cuda.current_stream(loaded.device))
             with torch.inference_mode(), torch.cuda.stream(self.stream):
                 for step in largest_steps(loaded.buckets):
@@ -77,7 +77,10 @@ class Executor:
                 elif graphs:
                     self.graphs = StepGraphs(loaded, self.table, pool.page_size, rows, keep_logits=poison)
             self.stream.synchronize()
-            self.peak = torch.cuda.max_memory_allocated(loaded.device) - before
+            self.peak = max(
+                torch.cuda.max_memory_allocated(loaded.device) - allocated,
+                torch.cuda.memory_reserved(loaded.device) - reserved,
+            )
 
     def execute(self, plan: StepPlan) -> Pending:
         """Start a plan. On a GPU this returns before the work is done."""

@@ -175,13 +175,19 @@ def _scheme(config: Mapping[str, Any], dtype: torch.dtype, stored: Mapping[str, 
 
 
 def cache_bytes(options: EngineOptions, loaded: BoundModel) -> int:
-    """Bytes for pages and slots: as asked, or what the device has left."""
-    if options.cache_gib:
-        return int(options.cache_gib * (1 << 30))
+    """Bytes for pages and slots: as asked, or what the device has left. Raises FirstlightError if it hasn't as much."""
+    asked = int(options.cache_gib * (1 << 30))
     if loaded.device.type == "cpu":
-        return CPU_CACHE_BYTES
+        return asked or CPU_CACHE_BYTES
     free, _ = torch.cuda.mem_get_info(loaded.device)
-    return max(0, free - loaded.planned)
+    left = free - loaded.planned
+    if left <= 0 or asked > left:
+        wanted = f"--cache-gib {options.cache_gib:g}" if asked else "a cache"
+        raise FirstlightError(
+            f"{loaded.device} has {free / 2**30:.1f} GiB free beside the weights, and steps need {loaded.planned / 2**30:.1f} "
+            f"of them: no room for {wanted}; lower --step-tokens, --max-running or --cache-gib, or free the GPU"
+        )
+    return asked or left
 
 
 def cache_geometry(options: EngineOptions, loaded: BoundModel) -> CacheGeometry:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from firstlight.engine.upload import upload
+from firstlight.models.buckets import MIXED_PROMPTS
 from firstlight.scheduling.plan import Join, StepPlan
 from firstlight.scheduling.sampling import SamplingParams
 
@@ -22,7 +23,8 @@ class RequestTable:
 
     length: [rows] int64, tokens whose KV and state exist. last_token: [rows] int64, the newest token, not run yet.
     pages: [rows, n] int32, the page table. temperature, top_p: [rows] float32; top_k, seed: [rows] int64.
-    position_delta: [rows] int64, added to text positions (MRoPE after images). zeros: [rows] int32, never written.
+    position_delta: [rows] int64, added to text positions (MRoPE after images). zeros: int32, never written, for
+    as many rows as a padded step has.
     """
 
     def __init__(self, rows: int, max_pages: int, device: torch.device) -> None:
@@ -35,7 +37,7 @@ class RequestTable:
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.position_delta = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.zeros = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.zeros = torch.zeros(rows + MIXED_PROMPTS, dtype=torch.int32, device=device)
         # Host mirrors of what decides launches: known when a request joins.
         self.is_greedy = np.ones(rows, bool)
         self.is_filtered = np.zeros(rows, bool)

@@ -82,16 +82,12 @@ RESERVE = 4 << 30
 
 
 def planned_bytes(model: CausalModel, buckets: Sequence[Bucket], *, page_size: int) -> int:
-    """What a GPU needs beside weights and caches: the largest step, the captured decode steps, and a reserve.
+    """What a GPU needs beside weights and caches: the largest step, twice, its logits as they are drawn from, and a reserve.
 
-    Captured steps share their memory, but for the logits of each, which a graph of its own draws from.
+    Twice: captured steps keep what they need for good, the largest one for all of them; and a step that no graph holds takes
+    as much again.
     """
     largest = buckets[-1]
-    prefill = activation_bytes(model, largest, decode_requests=0, page_size=page_size)
-    decode = [bucket for bucket in buckets if bucket.query == 1]
-    if not decode:
-        return prefill + RESERVE
-    rows = decode[-1].requests
-    captured = activation_bytes(model, decode[-1], decode_requests=rows, page_size=page_size)
-    logits = sum(bucket.logits for bucket in decode) * model.config.vocab_size * 4  # and as float32 while drawing
-    return prefill + captured + logits + RESERVE
+    step = activation_bytes(model, largest, decode_requests=0, page_size=page_size)
+    drawing = largest.logits * model.config.vocab_size * 8  # as float32, and once more while being filtered
+    return 2 * (step + drawing) + RESERVE

@@ -205,14 +205,14 @@ def check_strides(mixed: Tensor, z: Tensor, a: Tensor, b: Tensor, state_pool: Te
         )
 
 
-_TICKETS: dict[tuple[torch.device, int], Tensor] = {}
+_TICKETS: dict[tuple[torch.device, int], list[Tensor]] = {}
+"""Smaller ones are kept: captured graphs go on using them."""
 
 
 def tickets(device: torch.device, count: int) -> Tensor:
     """Zeros [count] of a stream, which kernels count up and leave as zeros again."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    held = _TICKETS.get((device, stream))
-    if held is None or held.shape[0] < count:
-        held = torch.zeros(max(count, 1 << 14), dtype=torch.int32, device=device)
-        _TICKETS[device, stream] = held
-    return held
+    held = _TICKETS.setdefault((device, stream), [])
+    if not held or held[-1].shape[0] < count:
+        held.append(torch.zeros(max(count, 1 << 14), dtype=torch.int32, device=device))
+    return held[-1]

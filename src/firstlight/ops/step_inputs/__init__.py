@@ -31,7 +31,7 @@ def body(
     With i the place of a token in its request's context (length[row] for its first new one): positions = i +
     position_delta[row], slot = pages[row, i // page_size] * page_size + i % page_size. Padding has length 0.
     Returns (ids [T] int64, positions [T] or [position_rows, T] int64, new_length [R] int32, slot [T] int64). Tokens past
-    the last row are given to it. Exact: integers.
+    the last row are given to it, but for their slots, which lie in page 0. Exact: integers.
     """
     row = rows.long().clamp(min=0)
     before = torch.where(rows > 0, length[row], 0)
@@ -46,7 +46,8 @@ def body(
     if position_rows > 1:
         positions = positions.expand(position_rows, -1).contiguous()
     column = torch.div(index, page_size, rounding_mode="floor").clamp(max=pages.shape[1] - 1)
-    page = pages[row[request], column].long().clamp(min=0)
+    # Padding may lie past the last row's context, where `column` names a page in use: it goes to page 0.
+    page = torch.where(token < start[-1], pages[row[request], column].long().clamp(min=0), 0)
     return ids, positions, new_length.int(), page * page_size + index % page_size
 
 

@@ -60,5 +60,7 @@ def step_inputs_kernel(
     for i in tl.static_range(POSITION_ROWS):
         tl.store(positions_ptr + i * tokens + o, position, mask=m_t)
     column = tl.minimum(index // page_size, columns - 1)
-    page = tl.load(pages_ptr + row * pages_stride + column, mask=m_t, other=0).to(tl.int64)
+    # Padding may lie past the last row's context, where `column` names a page in use: it goes to page 0.
+    inside = m_t & (o < tl.load(query_start_ptr + requests))
+    page = tl.load(pages_ptr + row * pages_stride + column, mask=inside, other=0).to(tl.int64)
     tl.store(slot_ptr + o, tl.maximum(page, 0) * page_size + index % page_size, mask=m_t)
