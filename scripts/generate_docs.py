@@ -152,7 +152,7 @@ def options() -> str:
     from firstlight.config import EngineOptions, ServerOptions
 
     titles = {
-        EngineOptions: "`serve`, `chat`, `generate`, `ops`: how a model is loaded and run",
+        EngineOptions: "`serve`, `chat`, `generate`, `ops`, `profile`, `calibrate`: how a model is loaded and run",
         ServerOptions: "`serve`: how the API listens",
     }
     return "\n\n".join(f"## {kind.__name__}\n\n{title}.\n\n{_options_of(kind)}" for kind, title in titles.items())

@@ -7,6 +7,10 @@ class FirstlightError(Exception):
     """Base of every error that Firstlight raises about its input; a bug of ours is never one of these."""
 
 
+class InputError(FirstlightError, ValueError):
+    """A value that was given can't be used; to callers of a function it is a ValueError like any other."""
+
+
 class CheckpointError(FirstlightError):
     """A checkpoint can't be used: a file is missing, malformed or unsupported. The message names the file."""
 

@@ -14,6 +14,7 @@ from firstlight.calibrate.run import calibrate, table_text
 from firstlight.calibrate.workload import StepShape, layer_kinds, step_shapes
 from firstlight.config import EngineOptions
 from firstlight.engine.loading import bind_only
+from firstlight.errors import FirstlightError
 from firstlight.hardware.calibration import read_table
 from firstlight.models import build_model
 from firstlight.ops.linear import linear
@@ -152,6 +153,16 @@ def test_steps_keep_within_rows_tokens_context_and_cache():
     assert all(shape.tokens <= 2048 and shape.requests <= 48 for shape in shapes)
     assert len(shapes) == len(set(shapes))
     assert all(shape.context <= 512 for shape in step_shapes(4, 128, 512, 10_000))
+    for tokens in (1_000, 5_461, 87_376):  # whole pages, however a request's share of the tokens falls
+        pages = tokens // 16
+        small = step_shapes(64, 2048, 40000, tokens, 16)
+        assert small
+        assert all(shape.requests * -(-shape.context // 16) <= pages for shape in small)
+
+
+def test_one_rank_only():
+    with pytest.raises(FirstlightError, match="--tensor-parallel"):
+        calibrate(options("llama").model_copy(update={"tensor_parallel": 2}))
 
 
 def test_measuring_leaves_the_ops_as_they_were():

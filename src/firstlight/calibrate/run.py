@@ -18,6 +18,7 @@ from firstlight.calibrate.timing import copy_bandwidth
 from firstlight.calibrate.workload import StepShape, Workload, step_shapes
 from firstlight.config import EngineOptions
 from firstlight.engine.loading import bind_only
+from firstlight.errors import FirstlightError
 from firstlight.hardware.calibration import table_name
 from firstlight.models.buckets import resolve_options
 from firstlight.models.registry import refuse_predicted_only
@@ -49,6 +50,8 @@ def calibrate(
     only: ops to measure; empty: all that the model calls. seconds: steps that would begin later are left out.
     Raises FirstlightError or ValueError, with a message for people.
     """
+    if options.tensor_parallel > 1:
+        raise FirstlightError("calibrate measures on one rank; run it without --tensor-parallel")
     begin = perf_counter()
     progress("loading one layer of each kind")
     # Binding is what this makes a table for: one small bucket is enough to describe the model.
@@ -65,7 +68,9 @@ def calibrate(
         seed=options.seed,
     )
     sweep = Sweep(workload, bound.hardware, frozenset(only))
-    shapes = step_shapes(workload.rows, options.step_tokens, bound.max_context, workload.cached_tokens)
+    shapes = step_shapes(
+        workload.rows, options.step_tokens, bound.max_context, workload.cached_tokens, options.page_size
+    )
     left_out = []
     for number, shape in enumerate(shapes):
         if perf_counter() - begin > seconds:

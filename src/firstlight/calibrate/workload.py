@@ -59,13 +59,18 @@ class StepShape:
         return f"prefill, {self.requests} x {self.query} of context {self.context}"
 
 
-def step_shapes(max_rows: int, step_tokens: int, max_context: int, cached_tokens: int) -> list[StepShape]:
+def step_shapes(
+    max_rows: int, step_tokens: int, max_context: int, cached_tokens: int, page_size: int = 1
+) -> list[StepShape]:
     """Steps in logarithmic paces: decode rows; prompts alone, side by side, behind a prefix; some rows at other contexts.
 
-    max_rows: decode rows at most. cached_tokens: what the KV pool holds.
+    max_rows: decode rows at most. cached_tokens: what the KV pool holds, in pages of `page_size`.
     """
     rows = sorted({2**i for i in range(max_rows.bit_length()) if 2**i <= max_rows} | {max_rows})
-    shapes = [StepShape(count, 1, min(CONTEXT, max_context, cached_tokens // count)) for count in rows]
+    shapes = [
+        StepShape(count, 1, min(CONTEXT, max_context, cached_tokens // count // page_size * page_size))
+        for count in rows
+    ]
     longest = min(max_context, cached_tokens)
     tokens = sorted({size for size in (128, 512, 2048, 8192, 32768) if size <= step_tokens} | {step_tokens})
     shapes += [StepShape(1, size, size) for size in tokens if size <= longest]
@@ -82,7 +87,14 @@ def step_shapes(max_rows: int, step_tokens: int, max_context: int, cached_tokens
         for count in rows[::3]
         if context <= max_context and context * count <= cached_tokens
     ]
-    return list(dict.fromkeys(shape for shape in shapes if shape.context >= shape.query))
+    pages = cached_tokens // page_size
+    return list(
+        dict.fromkeys(
+            shape
+            for shape in shapes
+            if shape.context >= shape.query and shape.requests * -(-shape.context // page_size) <= pages
+        )
+    )
 
 
 def layer_kinds(model: CausalModel, page_size: int) -> list[int]:

@@ -15,7 +15,9 @@ from firstlight.config import EngineOptions
 def command(
     given: dict[str, Any],
     out: Annotated[Path, typer.Option("--out", "-o", help="File for the table.")],
-    minutes: Annotated[float, typer.Option(help="Steps that would begin later are left out, the rarest first.")] = 5.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.05, help="Steps that would begin later are left out, the rarest first.")
+    ] = 5.0,
     only: Annotated[list[str] | None, typer.Option(help="An op to measure; may be repeated. Default: all.")] = None,
 ) -> None:
     """Measure the providers of every op that a model calls on this device, and write the table to choose by.

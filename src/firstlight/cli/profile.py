@@ -22,6 +22,10 @@ def command(
 ) -> None:
     """Time a step of the engine op by op, and say who computes each, and how near its floor it is."""
     options = load(EngineOptions, given)
+    from firstlight.errors import FirstlightError
+
+    if json is not None and not json.parent.is_dir():
+        raise FirstlightError(f"--json {json}: there is no directory {json.parent}")
     from firstlight.calibrate.profile import profile
     from firstlight.calibrate.profile_report import profile_json, profile_report
     from firstlight.cli.tables import table_console

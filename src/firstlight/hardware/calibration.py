@@ -75,7 +75,11 @@ def read_table(path: Path) -> Table:
         shared = {name: content[name] for name in ("source", "versions", "dtype") if name in content}
         groups = tuple(_group(content["gpu"], {**shared, **group}) for group in content["groups"])
         return Table(content["gpu"], groups, content.get("versions", {}), str(path))
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except OSError as error:
+        raise CalibrationError(f"{path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise CalibrationError(f"{path}: not a table of `firstlight calibrate`, which is JSON: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
         raise CalibrationError(f"{path}: {error}") from error
 
 

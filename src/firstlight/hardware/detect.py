@@ -8,6 +8,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+from firstlight.errors import InputError
 from firstlight.hardware.description import Hardware
 from firstlight.hardware.gpus import H200
 
@@ -24,7 +25,7 @@ def detect(device: str) -> Hardware:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise InputError(
             f"device {device!r} was asked for, but torch {torch.__version__} sees no GPU; use --device cpu"
         )
     properties = torch.cuda.get_device_properties(device)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from firstlight.errors import InputError
 from firstlight.nn.rope import Rope
 
 FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"
@@ -19,7 +20,7 @@ LARGEST_SIZE, MOST_LAYERS, MOST_HEADS = 2**31 - 1, 4096, 65536
 """A config.json is untrusted: what is beyond these is refused before anything is built."""
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A config.json that can't be run; the message names the field, the value and what is legal."""
 
 

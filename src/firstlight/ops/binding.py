@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from firstlight.errors import InputError
 from firstlight.hardware import Hardware
 from firstlight.hardware.timings import Estimate, Timings, compared
 from firstlight.ops.op import REFERENCE, REGISTRY, Call, CallSite, Op, Provider
@@ -26,7 +27,7 @@ PARTS = "parts"
 """The name under which a composite's own body, over the providers chosen for its parts, is chosen or overridden."""
 
 
-class BindingError(ValueError):
+class BindingError(InputError):
     """An override that names nothing, or that can't be met; the message says why and what is legal."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from firstlight.errors import InputError
 from firstlight.quant.format import Format, plain
 
 SCALE_SUFFIX = "_scale_inv"
@@ -92,25 +93,25 @@ def scheme_of(
     if not quantization:
         return Scheme(dtype)
     if not isinstance(quantization, Mapping):
-        raise ValueError(f"config.json: quantization_config is {quantization!r}; it must be an object")
+        raise InputError(f"config.json: quantization_config is {quantization!r}; it must be an object")
     method = quantization.get("quant_method")
     block = quantization.get("weight_block_size")
     if method != "fp8" or not (isinstance(block, list | tuple) and [type(n) for n in block] == [int, int]):
-        raise ValueError(
+        raise InputError(
             f"quantization_config: quant_method {method!r} with weight_block_size {block!r} is not supported; "
             "supported: quant_method 'fp8' with weight_block_size [rows, columns], no quantization, or a GGUF file"
         )
     if quantization.get("fmt", "e4m3") != "e4m3":
-        raise ValueError(f"quantization_config: fmt {quantization['fmt']!r} is not supported; supported: 'e4m3'")
+        raise InputError(f"quantization_config: fmt {quantization['fmt']!r} is not supported; supported: 'e4m3'")
     if min(block) < 1:
-        raise ValueError(f"quantization_config: weight_block_size is {block!r}; both must be at least 1")
+        raise InputError(f"quantization_config: weight_block_size is {block!r}; both must be at least 1")
     if quantization.get("activation_scheme", "dynamic") not in ("dynamic", None):
-        raise ValueError(
+        raise InputError(
             f"quantization_config: activation_scheme {quantization['activation_scheme']!r} is not supported; "
             "supported: 'dynamic'"
         )
     skip = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or ()
     if not isinstance(skip, list | tuple) or not all(isinstance(name, str) for name in skip):
-        raise ValueError("quantization_config: modules_to_not_convert must be a list of names")
+        raise InputError("quantization_config: modules_to_not_convert must be a list of names")
     skip = tuple(name.replace("language_model.", "") for name in skip)  # as the families rename tensors
     return BlockFp8(dtype, (int(block[0]), int(block[1])), skip, stored)

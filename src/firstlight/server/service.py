@@ -102,7 +102,10 @@ class Service:
         if request.stop:
             self._need_tokenizer("stop", "use stop_token_ids")
         if not request.return_token_ids:
-            self._need_tokenizer("return_token_ids", "set return_token_ids to true to get token ids")
+            self._need_tokenizer(
+                "return_token_ids",
+                "set return_token_ids to true to get token ids (firstlight bench: --return-token-ids)",
+            )
         prompts: list[list[int]] = []
         for prompt in request.prompt:
             if isinstance(prompt, str):
