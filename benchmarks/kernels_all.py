@@ -1,6 +1,6 @@
 """Every op of Qwen3.5-35B-A3B on one GPU: our providers, fla and torch, against the floor and the published figures.
 
-    PYTHONPATH=src:tests python benchmarks/kernels.py [--only NAME] [--who NAME] [--json FILE]
+    PYTHONPATH=src:tests python benchmarks/kernels_all.py [--only NAME] [--who NAME] [--json FILE]
 
 Answers are checked against the op's reference first; what is wrong isn't timed. Times are medians of calls in a CUDA graph
 that take eight layers' weights, caches or routings in turn, and more where eight fit into the L2 cache. The floor is the
