@@ -119,20 +119,18 @@ def _host_step(engine: Engine, executor: Executor, batch: int, context: int, pre
 def _profile(executor: Executor, step: HostStep, context: int) -> Profile:
     loaded = executor.loaded
     lengths = executor.table.length.clone()
-    graph = executor.graphs.find(step) if executor.graphs is not None else None
-    if graph is not None:  # the padded step that is served
-        staging, fields = graph.room.layout().stage()
-        graph.room.pad(step, fields)
-        graph.memory.copy_(staging)
+    graphs = executor.graphs
+    graph = graphs.find(step) if graphs is not None else None
+    if graphs is not None and graph is not None:  # the padded step that is served
+        graphs.send(graph, step)
         bucket = graph.room.bucket
     else:
         bucket, sent_alone = choose_bucket(loaded.buckets, step), send(step, loaded.device)
 
     def run() -> None:
         executor.table.length.copy_(lengths)  # every run is the same step
-        if graph is not None:
-            assert executor.graphs is not None
-            made, new_length, sent = executor.graphs.step_of(graph.memory, graph.room)
+        if graphs is not None and graph is not None:
+            made, new_length, sent = graphs.step_of(graph.memory, graph.room)
         else:
             sent = sent_alone
             made, new_length = fill(

@@ -6,13 +6,12 @@ parts. What an op writes in place is put back before each provider runs, and is 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,13 +76,6 @@ class Best:
     run: Callable[..., Any]
     seconds: float
     packs: bool = False
-
-
-@cache
-def _signature(op: Op) -> inspect.Signature:
-    signature = inspect.signature(op.body)
-    parameters = list(signature.parameters.values())
-    return signature.replace(parameters=parameters[1:] if op.parts else parameters)
 
 
 @dataclass(slots=True)
@@ -182,7 +174,7 @@ class Sweep:
         if key in self._seen:
             return self._again(op, label, key, args, kwargs)
         self._seen.add(key)
-        rows = _Written(op, _signature(op).bind(*args, **kwargs).arguments)
+        rows = _Written(op, op.signature.bind(*args, **kwargs).arguments)
         if op.parts:
             parts = {name: partial(self._visit, part, label) for name, part in op.parts.items()}
             result = op.compose(parts)(*args, **kwargs)
@@ -228,7 +220,7 @@ class Sweep:
         """The call with its weights as the provider wants them laid out; None if one of them can't be."""
         if not provider.layout:
             return Job(provider, args, kwargs)
-        bound = _signature(provider.op).bind(*args, **kwargs)
+        bound = provider.op.signature.bind(*args, **kwargs)
         for name, layout in provider.layout.items():
             weight = bound.arguments.get(name)
             if weight is None:

@@ -147,12 +147,16 @@ class StepGraphs:
         """The smallest graph that holds a step."""
         return next((graph for graph in self.graphs if graph.room.holds(step)), None)
 
-    def replay(self, graph: StepGraph, step: HostStep) -> tuple[torch.Tensor, np.ndarray]:
-        """Start a step. Returns the drawn tokens, which the next replay overwrites, and which of them the step asked for."""
-        layout = graph.room.layout()
-        staging, fields = layout.stage()
+    def send(self, graph: StepGraph, step: HostStep) -> np.ndarray:
+        """Put a step where its graph reads it; returns which of the drawn tokens it asks for."""
+        staging, fields = graph.room.layout().stage()
         own = graph.room.pad(step, fields)
         graph.memory.copy_(staging, non_blocking=True)
+        return own
+
+    def replay(self, graph: StepGraph, step: HostStep) -> tuple[torch.Tensor, np.ndarray]:
+        """Start a step. Returns the drawn tokens, which the next replay overwrites, and which of them the step asked for."""
+        own = self.send(graph, step)
         graph.forward.replay()
         draw, tokens = graph.draws[self.table.way_of(step.rows[step.sampling])]
         draw.replay()

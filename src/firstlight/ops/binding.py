@@ -8,10 +8,9 @@ provider that is refused says why; nothing falls back in silence. An override th
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,16 +141,9 @@ def bind(
     return Binding(binder.layouts, workspace)
 
 
-@cache
-def _signature(op: Op) -> inspect.Signature:
-    signature = inspect.signature(op.body)
-    parameters = list(signature.parameters.values())
-    return signature.replace(parameters=parameters[1:] if op.parts else parameters)
-
-
 def weights_of(op: Op, call: Call, names: Sequence[str]) -> dict[str, Weight]:
     """The weights that a call passes for the named arguments; absent (None) ones are left out."""
-    bound = _signature(op).bind_partial(*call.args, **call.kwargs).arguments
+    bound = op.signature.bind_partial(*call.args, **call.kwargs).arguments
     return {name: bound[name] for name in names if isinstance(bound.get(name), torch.Tensor | Packed)}
 
 

@@ -14,9 +14,10 @@ is the reference when they are the references, and the fallback for hardware whe
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,6 +158,13 @@ class Op:
         if name in REGISTRY:
             raise ValueError(f"two ops are named {name}")
         REGISTRY[name] = self
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        """What a call passes: the body's parameters, without a composite's `parts`."""
+        signature = inspect.signature(self.body)
+        parameters = list(signature.parameters.values())
+        return signature.replace(parameters=parameters[1:] if self.parts else parameters)
 
     def compose(self, parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
         """The body of a composite over the given callables, by the names of its parts."""

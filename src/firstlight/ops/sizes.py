@@ -6,7 +6,6 @@ their own have the shape of their first tensor, and what a step sets if they tak
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -37,8 +36,7 @@ class Sizes:
 
 @cache
 def _names(op: Op) -> tuple[str, ...]:
-    names = tuple(inspect.signature(op.body).parameters)
-    return names[1:] if op.parts else names
+    return tuple(op.signature.parameters)
 
 
 def sizes_of(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sizes:

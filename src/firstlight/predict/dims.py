@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,8 +23,7 @@ class Dims:
 
 @cache
 def _names(op: Op) -> tuple[str, ...]:
-    names = tuple(inspect.signature(op.body).parameters)
-    return names[1:] if op.parts else names
+    return tuple(op.signature.parameters)
 
 
 def dims_of(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Dims:

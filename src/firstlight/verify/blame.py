@@ -61,9 +61,7 @@ class Comparison:
 
 def _copied(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
     """The arguments, with a copy of each tensor that the op writes."""
-    signature = inspect.signature(op.body)
-    parameters = list(signature.parameters.values())
-    bound = signature.replace(parameters=parameters[1:] if op.parts else parameters).bind(*args, **kwargs)
+    bound = op.signature.bind(*args, **kwargs)
     for name in op.mutates:
         if isinstance(value := bound.arguments.get(name), torch.Tensor):
             bound.arguments[name] = value.clone()
