@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -171,7 +170,7 @@ def commit() -> str:
             cwd=Path(__file__).parent,
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FIRSTLIGHT_COMMIT", "unknown")
+        return "unknown"
     return described.stdout.strip()
 
 
@@ -188,6 +187,7 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--cache-gib", type=float, default=0.0)
     parser.add_argument("--op", action="append", default=[])
+    parser.add_argument("--commit", help="what is measured; default: git's description of this tree")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     start = time.perf_counter()
@@ -211,9 +211,16 @@ def main() -> None:
     assert isinstance(executor, Executor)
     print(f"ready after {ready:.1f} s; {engine.facts['cache']}; {engine.facts.get('state', '')}", flush=True)
     result: dict[str, Any] = {
-        "model": Path(arguments.model).name, "commit": commit(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "model": Path(arguments.model).name, "commit": arguments.commit or commit(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "context": arguments.context, "ready_s": ready, "decode": [], "first_token": [],
     }  # fmt: skip
+
+    def write() -> None:  # after every row: what is measured stays, whatever comes next
+        if arguments.json:
+            result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            result["reserved_gib"] = torch.cuda.memory_reserved() / 2**30
+            arguments.json.write_text(json.dumps(result, indent=1))
+
     driver = Driver(engine, seed=0)
     for length in arguments.prompts:
         driver.run(1, length, 1)
@@ -225,6 +232,7 @@ def main() -> None:
     for batch in arguments.batch:
         row = decode_row(driver, executor, batch, arguments.context, arguments.rounds)
         result["decode"].append(row)
+        write()
         print(
             f"decode B={batch:4}: step {row['step_ms']:7.3f} ms, steady "
             f"{row['steady_ms'] or float('nan'):7.3f} ms, graph {row['graph_ms'] or float('nan'):7.3f} ms"
@@ -232,10 +240,7 @@ def main() -> None:
             + f"  {[round(s, 3) for s in row['steps_ms']]}",
             flush=True,
         )
-    result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    result["reserved_gib"] = torch.cuda.memory_reserved() / 2**30
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1))
+    write()
     engine.close()
     if any(row.get("counts") is False for row in result["decode"]):
         print("some rows don't count: the routing is not uniform", file=sys.stderr)

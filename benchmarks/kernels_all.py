@@ -1,8 +1,8 @@
 """Every op of Qwen3.5-35B-A3B on one GPU: our providers, fla and torch, against the floor and the published figures.
 
-    PYTHONPATH=src:tests python benchmarks/kernels_all.py [--only NAME] [--who NAME] [--json FILE]
+    PYTHONPATH=src:tests python benchmarks/kernels_all.py [--only NAME] [--who NAME] [--kernels] [--json FILE]
 
-Answers are checked against the op's reference first; what is wrong isn't timed. Times are medians of calls in a CUDA graph
+Answers are checked against the op's reference first; what is wrong isn't timed, and what fails is said. Times are medians of calls in a CUDA graph
 that take eight layers' weights, caches or routings in turn, and more where eight fit into the L2 cache. The floor is the
 larger of the bytes that must move over the copy bandwidth measured in the same run, and the operations over the datasheet's
 peak. `fla` is flash-linear-attention (pip install fla-core; it needs einops and triton), for the delta rule alone, without
@@ -15,9 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from triton_mixers import gated_delta_inputs
 import firstlight.ops  # noqa: F401  registers every op
 from firstlight.calibrate.timing import copy_bandwidth, seconds_of
 from firstlight.hardware import Hardware, detect
-from firstlight.ops.op import REGISTRY, Call
+from firstlight.ops.op import REGISTRY, Call, Provider
 from firstlight.quant import Format, Packed, Weight, unpack
 from firstlight.step import Bucket
 
@@ -205,7 +208,7 @@ def delta() -> Iterator[Case]:
     published = {1: 4.7, 8: 9.4, 64: 71.5, 128: 137, 256: 267}
     for batch in (1, 8, 32, 64, 128, 256):
         ids = list(range(1, batch + 1))
-        make = partial(gated_delta_inputs, [1] * batch, ids, ids, dtype=BF16, device="cuda", padding=0, **SIZES)
+        make = partial(gated_delta_inputs, [1] * batch, ids, ids, dtype=BF16, device=str(DEVICE), padding=0, **SIZES)
         args, kwargs = make()
         state = args[9][1:].nbytes
         count = copies_of(2 * state)
@@ -220,7 +223,9 @@ def delta() -> Iterator[Case]:
         del windows, states, calls
     for counts, figure, source in (([8192], 280.0, "flashqla"), ([1024] * 8, 119.0, "flashinfer")):
         ids = list(range(1, len(counts) + 1))
-        make = partial(gated_delta_inputs, counts, [0] * len(ids), ids, dtype=BF16, device="cuda", padding=0, **SIZES)
+        make = partial(
+            gated_delta_inputs, counts, [0] * len(ids), ids, dtype=BF16, device=str(DEVICE), padding=0, **SIZES
+        )
         yield Case(
             "gated_delta", f"prefill {len(counts)}x{counts[0]}", [make()], partial(_fresh_reference, make),
             8192.0 * (8192 + 4096 + 4096) * 2, tolerance=5e-2, fresh=make, others=_fla_prefill(len(counts), counts[0]),
@@ -257,10 +262,12 @@ def _rule_reference(inputs: dict[str, Tensor], state: Tensor | None) -> Tensor:
     )  # fmt: skip
 
 
+@cache
 def _fla() -> Any:
     try:
         from fla.ops import gated_delta_rule
-    except ImportError:
+    except Exception as failure:  # whatever it makes of this Triton
+        print(f"without fla: {brief(failure)}", flush=True)
         return None
     return gated_delta_rule
 
@@ -332,32 +339,52 @@ def prologues() -> Iterator[Case]:
         yield Case("attention_prologue", f"T={tokens}", calls, expected, tokens * 2.0 * 2 * 9216)
 
 
-GROUPS = (linears, mixtures, rows, delta, attention, prologues)
+GROUPS = (linears, mixtures, rows, attention, prologues, delta)
+"""The last is the one whose contender tries out its configurations for long."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """calls: to be timed, in turn. answer: runs the first one; expected: what it should give, or None."""
+    """calls: to be timed, in turn. answer: runs the first one. expected: makes what it should give, or None."""
 
     name: str
     calls: list[Callable[[], Any]]
     answer: Callable[[], Tensor]
-    expected: Tensor | None
+    expected: Callable[[], Tensor] | None
 
 
 def contenders(case: Case, hardware: Hardware, who: str) -> Iterator[Contender]:
     """The providers that can serve the case, then the others; those whose names contain `who`."""
-    op, (args, kwargs) = REGISTRY[case.op], case.calls[0]
-    expected = None
-    for provider in op.providers.values():
-        if who in provider.name and provider.when(Call(args, kwargs, Bucket(), hardware)) is None:
-            if expected is None and case.expected:
-                expected = case.expected()
-            calls: list[Callable[[], Any]] = [partial(provider.run, *a, **k) for a, k in case.calls]
-            yield Contender(provider.name, calls, partial(_answer, provider.run, case), expected)
+    expected = cache(case.expected) if case.expected else None
+    for provider in willing(case, hardware, who):
+        calls: list[Callable[[], Any]] = [partial(provider.run, *a, **k) for a, k in case.calls]
+        yield Contender(provider.name, calls, partial(_answer, provider.run, case), expected)
     for name, (calls, should_be) in case.others.items():
         if who in name:
-            yield Contender(name, calls, lambda call=calls[0]: first(call()), should_be() if should_be else None)
+            yield Contender(name, calls, lambda call=calls[0]: first(call()), should_be)
+
+
+def willing(case: Case, hardware: Hardware, who: str) -> list[Provider]:
+    """The providers that can serve the case, of those whose names contain `who`."""
+    call = Call(*case.calls[0], Bucket(), hardware)
+    return [p for p in REGISTRY[case.op].providers.values() if who in p.name and p.when(call) is None]
+
+
+def compile_kernels(cases: Iterable[Case], hardware: Hardware, who: str) -> None:
+    """Run every provider once, side by side, so that kernels are compiled on all cores. Those that fail, fail again later."""
+
+    def warm(run: Run, case: Case) -> None:
+        with suppress(Exception), torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            run(*case.calls[0][0], **case.calls[0][1])
+            torch.cuda.current_stream().synchronize()
+
+    torch.cuda.synchronize()  # other streams read what this one has written
+    jobs = [partial(warm, provider.run, case) for case in cases for provider in willing(case, hardware, who)]
+    for job in jobs[:1]:  # sets up what threads would otherwise set up at once
+        job()
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda job: job(), jobs[1:]))
+    torch.cuda.empty_cache()
 
 
 def _answer(run: Run, case: Case) -> Tensor:
@@ -375,23 +402,40 @@ def error(actual: Tensor, expected: Tensor | None) -> float:
     return float((actual - expected).square().mean(-1).sqrt().max() / expected.square().mean().sqrt())
 
 
-def measure(case: Case, hardware: Hardware, bandwidth: float, who: str) -> Iterator[dict[str, Any]]:
-    """A row for each contender."""
+def kernel_times(call: Callable[[], Any]) -> dict[str, float]:
+    """Where the time of a call of several kernels goes: us by kernel, as the profiler counts them."""
+    runs = 3
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(runs):
+            call()
+        torch.cuda.synchronize()
+    return {event.key[:60]: event.device_time * event.count / runs for event in profile.key_averages()}
+
+
+def brief(failure: Exception) -> str:
+    """An exception on a line."""
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:120]}"
+
+
+def measure(case: Case, hardware: Hardware, bandwidth: float, who: str, kernels: bool) -> Iterator[dict[str, Any]]:
+    """A row for each contender; of one that fails, with the reason."""
     floor = max(case.nbytes / bandwidth, case.operations / hardware.peak[case.multiply])
     for contender in contenders(case, hardware, who):
         row: dict[str, Any] = {"op": case.op, "shape": case.name, "who": contender.name, "floor_us": floor * 1e6}
         if case.published:
             row |= {"published_us": case.published[0], "source": SOURCES[case.published[1]]}
         try:
-            row["error"] = error(contender.answer(), contender.expected)
+            row["error"] = error(contender.answer(), contender.expected() if contender.expected else None)
             if not row["error"] <= case.tolerance:
                 yield row | {"wrong": True}
                 continue
             for call in contender.calls:
                 call()
             seconds = seconds_of(contender.calls, DEVICE)
-        except RuntimeError as failure:
-            yield row | {"failed": " ".join(str(failure).split())[:120]}
+            if kernels:
+                row["kernels_us"] = kernel_times(contender.calls[0])
+        except Exception as failure:  # a compiler's, a kernel's, or of memory: the others go on
+            yield row | {"failed": brief(failure)}
             continue
         yield row | {
             "us": seconds * 1e6,
@@ -408,33 +452,49 @@ def line(row: dict[str, Any]) -> str:
         why = f"WRONG by {row['error']:.1e}, not timed" if "wrong" in row else f"FAILED: {row['failed']}"
         return f"{name:62s} {why}"
     published = f"{row['published_us']:9.1f}" if "published_us" in row else ""
+    kernels = "".join(f"\n    {us:9.2f}  {name}" for name, us in row.get("kernels_us", {}).items())
     return (
         f"{name:62s} {row['us']:9.2f} {row['floor_us']:8.2f} {row['share']:5.0%} {row['tb_s']:5.2f} {row['tflops']:5.0f}"
-        f" {row['error']:8.1e} {published}"
+        f" {row['error']:8.1e} {published}{kernels}"
     )
+
+
+def cases_of(group: Callable[[], Iterator[Case]], only: str) -> list[Case]:
+    """The cases of a group whose names contain `only`, up to the first whose inputs can't be made."""
+    found = []
+    try:
+        for case in group():
+            if only in f"{case.op} {case.name}":
+                found.append(case)
+    except Exception as failure:
+        after = f" after {found[-1].name}" if found else ""
+        print(f"{group.__name__}: FAILED to make the cases{after}: {brief(failure)}", flush=True)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose `op shape` contains this")
     parser.add_argument("--who", default="", help="contenders whose name contains this")
+    parser.add_argument("--kernels", action="store_true", help="also where each call's time goes, by kernel")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     options = parser.parse_args()
     hardware, bandwidth = detect("cuda"), copy_bandwidth(DEVICE)
     print(f"{hardware.name}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s")
     print(f"{'':62s} {'us':>9s} {'floor':>8s} {'share':>5s} {'TB/s':>5s} {'TF':>5s} {'error':>8s} {'published':>9s}")
+    about = {"gpu": hardware.name, "torch": torch.__version__, "copy_tb_s": bandwidth / 1e12, "sources": SOURCES}
     found = []
     with torch.inference_mode():
         for group in GROUPS:
-            for case in group():
-                if options.only in f"{case.op} {case.name}":
-                    for row in measure(case, hardware, bandwidth, options.who):
-                        print(line(row), flush=True)
-                        found.append(row)
+            cases = cases_of(group, options.only)
+            compile_kernels(cases, hardware, options.who)
+            while cases:
+                for row in measure(cases.pop(0), hardware, bandwidth, options.who, options.kernels):
+                    print(line(row), flush=True)
+                    found.append(row)
                 torch.cuda.empty_cache()
-    if options.json:
-        about = {"gpu": hardware.name, "torch": torch.__version__, "copy_tb_s": bandwidth / 1e12, "sources": SOURCES}
-        options.json.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+            if options.json:  # after every group: a run that is stopped leaves what it has
+                options.json.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

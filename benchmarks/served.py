@@ -62,10 +62,10 @@ def closed_loop(
     return report
 
 
-def fitting(server: Server, page_size: int, tokens: int, max_running: int) -> int:
+def fitting(server: Server, tokens: int, max_running: int) -> int:
     """Requests of so many tokens that the caches hold at the same time."""
     metrics = server.metrics()
-    fit = int(metrics["firstlight_pages_capacity"]) // -(-tokens // page_size)
+    fit = int(metrics["firstlight_pages_capacity"]) // -(-tokens // int(metrics["firstlight_page_size"]))
     if slots := int(metrics["firstlight_slots_capacity"]):
         fit = min(fit, slots)
     return max(min(fit, max_running), 1)
@@ -202,7 +202,6 @@ def main() -> None:
     parser.add_argument("--requests-each", type=int, default=4, help="requests, as a multiple of those at once")
     parser.add_argument("--token-range", help="random prompts have ids of LOW-HIGH; default: the whole vocabulary")
     parser.add_argument("--max-running", type=int, default=256)
-    parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument(
         "--server-option", action="append", default=[], metavar="OPTION", help="e.g. --step-tokens=8192"
     )
@@ -218,14 +217,14 @@ def main() -> None:
         arguments.long_prompt + LONG_ANSWER if "long" in arguments.parts else 0,
     )
     options = [arguments.model, "--weights", arguments.weights, "--no-prefix-cache", "--max-context", str(context)]
-    options += ["--max-running", str(arguments.max_running), "--page-size", str(arguments.page_size)]
+    options += ["--max-running", str(arguments.max_running)]
     record: dict[str, Any] = {"model": arguments.model, "server_options": [*options[1:], *arguments.server_option]}
     with firstlight_server([*options, *arguments.server_option], arguments.ready_seconds) as server:
         record["start_seconds"] = server.start_seconds
         print(f"ready after {server.start_seconds:.1f} s", file=sys.stderr)
         if "closed" in arguments.parts:
             record["closed_loops"] = []
-            fit = fitting(server, arguments.page_size, longest, arguments.max_running)
+            fit = fitting(server, longest, arguments.max_running)
             for text in arguments.at_once:
                 at_once = fit if text == "fit" else int(text)
                 record["closed_loops"].append(

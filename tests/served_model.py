@@ -41,3 +41,21 @@ def metrics(text: str) -> dict[str, float]:
     """Prometheus text as {name with labels: value}."""
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")]
     return {name: float(value) for name, value in lines}
+
+
+def rank_processes(ancestor: int) -> list[int]:
+    """The processes of followers that descend from a process: their ids."""
+    parents, ranks = {}, []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if b"firstlight.engine.ranks" in (entry / "cmdline").read_bytes():
+                    ranks.append(int(entry.name))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+
+    def descends(pid: int) -> bool:
+        return pid == ancestor or (pid in parents and descends(parents[pid]))
+
+    return [pid for pid in ranks if descends(pid)]

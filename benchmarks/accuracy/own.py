@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 PREDICTIONS, MEASURED = HERE / "h200_own_predictions.json", HERE / "h200_own_measured.json"
 CONFIG = HERE / "configs" / "qwen3_5_35b_a3b_fp8.json"
 BAR, DRIFT = 0.05, 0.05
-OVERRIDES: tuple[str, ...] = ("gated_delta.prefill=triton_chunked",)
+OVERRIDES: tuple[str, ...] = ()
 MAX_CONTEXT, MAX_ROWS, STEP_TOKENS = 36864, 256, 8192
 
 
@@ -126,6 +126,7 @@ def measure(engine: Any, steps: Sequence[Own] = STEPS) -> list[dict[str, Any]]:
     """Every step on the device of an engine that is at rest, in a graph where there are graphs."""
     import torch
 
+    from firstlight.calibrate.engine_step import place_step, step_runner
     from firstlight.calibrate.timing import seconds_of
 
     executor = engine.executor
@@ -136,7 +137,7 @@ def measure(engine: Any, steps: Sequence[Own] = STEPS) -> list[dict[str, Any]]:
     rows = []
     with torch.inference_mode(), torch.cuda.stream(executor.stream) if executor.stream else nullcontext():
         for step in steps:
-            run = _runner(executor, _host_step(step, executor))
+            run, _ = step_runner(executor, place_step(executor, **asdict(step)))
             run()  # compiles
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -144,51 +145,6 @@ def measure(engine: Any, steps: Sequence[Own] = STEPS) -> list[dict[str, Any]]:
             rows.append(row | {"experts": _experts_met(executor.loaded.model, run)})
             print(rows[-1], flush=True)
     return rows
-
-
-def _runner(executor: Any, host: Any) -> Callable[[], None]:
-    """A step as the engine runs it, over and over."""
-    from firstlight.engine.batch import choose_bucket, fill, send
-    from firstlight.engine.graphs import draw_tokens
-
-    loaded, table = executor.loaded, executor.table
-    bucket, sent, lengths = choose_bucket(loaded.buckets, host), send(host, loaded.device), table.length.clone()
-
-    def run() -> None:
-        table.length.copy_(lengths)  # every run is the same step
-        made, new_length = fill(
-            loaded, table, sent, bucket, decodes=host.decodes, tokens=host.tokens, query=host.query,
-            context=host.context, page_size=executor.pool.page_size,
-        )  # fmt: skip
-        logits = loaded.model(made)
-        draw_tokens(loaded, table, bucket, logits, sent, new_length, greedy=True, filtered=False)
-
-    return run
-
-
-def _host_step(step: Own, executor: Any) -> Any:
-    """The step with its rows of the request table, pages and slots in place."""
-    import torch
-
-    from firstlight.engine.batch import HostStep
-
-    table, pool = executor.table, executor.pool
-    pages = -(-step.longest // pool.page_size)
-    if step.rows * pages >= pool.pages:
-        raise SystemExit(f"{step}: {step.rows * pages:,} pages needed, and there are {pool.pages - 1:,}")
-    numbers = torch.arange(1, step.rows * pages + 1, dtype=torch.int32).view(step.rows, pages)
-    table.pages[1 : step.rows + 1, :pages] = numbers.to(table.device)
-    table.length[1 : step.decode + 1] = step.context - 1
-    table.length[step.decode + 1 : step.rows + 1] = step.before
-    generator = np.random.default_rng(0)
-    ids = generator.integers(0, executor.loaded.model.config.vocab_size, step.tokens)
-    table.last_token[1 : step.rows + 1] = torch.as_tensor(ids[: step.rows]).to(table.device)
-    names = np.arange(1, step.rows + 1, dtype=np.int32)
-    starts = np.concatenate([[0], np.cumsum([1] * step.decode + [step.new] * step.prompts)]).astype(np.int32)
-    return HostStep(
-        names, starts, ids[step.decode :].astype(np.int32), names, names, np.empty((0, 3), np.int32),
-        np.arange(step.rows), step.decode, step.longest,
-    )  # fmt: skip
 
 
 def _experts_met(model: Any, run: Callable[[], None]) -> float:

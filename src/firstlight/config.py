@@ -91,7 +91,7 @@ class EngineOptions(Options):
     )
     graphs: bool = Field(
         True,
-        description="Capture steps in CUDA graphs, padded to their buckets; without effect on a CPU and with several ranks.",
+        description="Capture steps in CUDA graphs, padded to their buckets; without effect on a CPU.",
     )
     tensor_parallel: int = Field(1, ge=1, description="Ranks that split every layer.")
 
@@ -130,6 +130,13 @@ class VerifyOptions(Options):
     seed: int = Field(0, description="Seed of the token ids, and of random weights.")
     layers: int = Field(0, ge=0, description="Only this many layers, from the first; 0: as many as memory holds.")
     op: tuple[str, ...] = Field((), description=_described("op"))
+
+
+class ExplainOptions(Options):
+    """What `explain` has in common with a run; its other options say what is priced."""
+
+    model: str = Field(description="Directory with config.json, or a config.json; no weights are needed.")
+    table: str = Field("auto", description=f"With --bound. {_described('table')}")
 
 
 @dataclass(frozen=True)
@@ -246,7 +253,14 @@ class PluginOptions(Options):
     )
 
 
-KINDS: tuple[type[Options], ...] = (EngineOptions, ServerOptions, VerifyOptions, BenchOptions, PluginOptions)
+KINDS: tuple[type[Options], ...] = (
+    EngineOptions,
+    ServerOptions,
+    VerifyOptions,
+    ExplainOptions,
+    BenchOptions,
+    PluginOptions,
+)
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -98,6 +98,11 @@ class StepPart:
     max_context: int
     tables: Mapping[str, Table]
 
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """This part's rows of a tensor [T, ...] of the step's tokens; x itself where they are all of them."""
+        tokens = self.tokens
+        return x if tokens.start == 0 and tokens.stop == x.shape[0] else x[tokens]
+
     def pages(self, group: str) -> PageTable:
         """The page table of a paged group."""
         table = self.tables[group]

@@ -44,10 +44,10 @@ def test_a_closed_loop_has_the_tokens_asked_for(server: Server) -> None:
 def test_what_fits(server: Server) -> None:
     pages = server.metrics()["firstlight_pages_capacity"]
     slots = server.metrics()["firstlight_slots_capacity"]
-    assert subject.fitting(server, 16, 100, max_running=10**6) == min(pages // 7, slots)
-    assert subject.fitting(server, 16, int(pages) * 8, max_running=10**6) == 2
-    assert subject.fitting(server, 16, 100, max_running=4) == 4
-    assert subject.fitting(server, 16, int(pages) * 100, max_running=4) == 1
+    assert subject.fitting(server, 100, max_running=10**6) == min(pages // 7, slots)
+    assert subject.fitting(server, int(pages) * 8, max_running=10**6) == 2
+    assert subject.fitting(server, 100, max_running=4) == 4
+    assert subject.fitting(server, int(pages) * 100, max_running=4) == 1
 
 
 def test_long_beside_short(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

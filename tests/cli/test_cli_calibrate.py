@@ -21,6 +21,7 @@ def test_a_table_is_written_and_chosen_by(tmp_path):
     made = firstlight("calibrate", TINY / "llama.json", *SMALL, "--only", "linear", "--out", table)
     assert made.returncode == 0, made.stderr
     assert f"written to {table}" in made.stdout
+    assert "with random weights of seed 0" in made.stdout
     assert {group["op"] for group in json.loads(table.read_text())["groups"]} == {"linear"}
     shown = firstlight("ops", TINY / "llama.json", *SMALL, "--table", table)
     assert shown.returncode == 0, shown.stderr
@@ -33,6 +34,9 @@ def test_mistakes_are_explained(tmp_path):
     wrong = firstlight("calibrate", TINY / "llama.json", *SMALL, "--only", "linaer", "--out", tmp_path / "t.json")
     assert wrong.returncode == 1
     assert "--only linaer: no such op; there are " in wrong.stderr
+    unasked = firstlight("calibrate", TINY / "llama.json", "--device", "cpu", "--out", tmp_path / "t.json")
+    assert unasked.returncode == 1
+    assert "no weights here; for random ones say --weights random" in unasked.stderr
     nowhere = firstlight("calibrate", TINY / "llama.json", *SMALL, "--out", tmp_path / "no" / "t.json")
     assert nowhere.returncode == 1
     assert "--out" in nowhere.stderr

@@ -11,10 +11,14 @@ from firstlight.predict.report import amount, counted, duration
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
-def explain(*arguments, columns=160):
+def explain(*arguments, columns=160, environment=None):
     command = [sys.executable, "-m", "firstlight", "explain", *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={"COLUMNS": str(columns), "PATH": ""}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"COLUMNS": str(columns), "PATH": "", **(environment or {})},
     )
 
 
@@ -53,16 +57,42 @@ def test_mixed_steps_drafts_and_layouts_are_priced():
     assert "2 drafts a step" in shown.stdout
 
 
-def test_mistakes_end_in_one_line():
+def test_mistakes_end_in_one_line(tmp_path):
+    h200 = tmp_path / "h200.json"
+    h200.write_text('{"gpu": "h200", "groups": []}')
     for arguments, reason in [
         (["--gpu", "h300"], "described are b200"),
         (["--batch", 0], "an empty step"),
-        (["--tp", 3], "can't be split evenly over 3 tp ranks"),
+        (["--tp", 3], "--tp 3: model.layers.0.self_attn"),
+        (["--tp", 4, "--ep", 3], "--ep 3: it must divide --tp 4 x --dp 1 = 4"),
+        (["--table", "here.json"], "--table is for our own providers, which --bound prices"),
+        (["--bound", "--table", "nowhere.json"], "--table nowhere.json: No such file"),
+        (["--bound", "--table", h200, "--gpu", "b200"], "measured on h200, and this is b200"),
     ]:
         shown = explain(CONFIGS / "Qwen3-8B.json", *arguments)
         assert shown.returncode == 1
         assert reason in shown.stderr
         assert len(shown.stderr.strip().splitlines()) == 1
+
+
+def test_the_environment_is_checked_as_by_other_commands():
+    for name, value, reason in [
+        ("FIRSTLIGHT_TABEL", "x", "FIRSTLIGHT_TABEL sets no option; unset it, or set FIRSTLIGHT_TABLE"),
+        ("FIRSTLIGHT_MAX_RUNNING", "many", "--max-running (or FIRSTLIGHT_MAX_RUNNING): input should be"),
+    ]:
+        shown = explain(CONFIGS / "Qwen3-8B.json", environment={name: value})
+        assert shown.returncode == 2
+        [line] = shown.stderr.splitlines()
+        assert reason in line
+
+
+def test_what_does_not_fit_is_said_first_with_what_would():
+    shown = explain(CONFIGS / "Qwen3.5-397B-A17B.json", "--batch", 4, "--no-what-if")
+    assert shown.returncode == 0, shown.stderr
+    [first, *_] = shown.stdout.splitlines()
+    assert first == (
+        "Doesn't fit: weights take 794 GB of a GPU's 151 GB; what would: --tp 8, or --tp 4 --fp8-weights. Priced as if it did."
+    )
 
 
 def test_nothing_is_cut_off_in_a_pipe():

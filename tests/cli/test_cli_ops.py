@@ -30,6 +30,15 @@ def test_choices_and_refusals_are_readable_in_a_pipe():
     assert "  0: decode, 1 row" in lines
 
 
+def test_a_model_that_cannot_run_yet_is_refused_by_its_type():
+    shown = firstlight("ops", TINY.parent / "configs" / "gpt-oss-120b.json", "--gpu", "h200")
+    assert shown.returncode == 1
+    [line] = shown.stderr.splitlines()
+    assert (
+        "models of type 'gpt_oss' can be predicted (firstlight explain), not run yet; these run: deepseek_v3, " in line
+    )
+
+
 def test_ranges_join_neighbours():
     assert ranges({3, 0, 1, 2, 5, 7, 8}) == "0-3, 5, 7-8"
     assert ranges([4]) == "4"

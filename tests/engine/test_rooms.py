@@ -8,9 +8,12 @@ import torch
 from driver import answer, engine, prompts, request
 from reference import save_checkpoint
 
+from firstlight.config import EngineOptions
 from firstlight.engine.batch import DeviceStep, HostStep, choose_bucket, fill, read_plan
 from firstlight.engine.executor import Executor, Pending
-from firstlight.engine.graphs import Room, draw_tokens
+from firstlight.engine.graphs import Room, draw_tokens, rooms
+from firstlight.hardware import GPUS
+from firstlight.models.buckets import bucket_ladder
 from firstlight.scheduling.plan import StepPlan
 from firstlight.scheduling.sampling import SamplingParams
 
@@ -100,6 +103,25 @@ def padding_engine(checkpoint, spare: int, **options):
     running.executor.__class__ = PaddedExecutor
     running.executor.rooms, running.executor.spare = [], spare
     return running
+
+
+@pytest.mark.parametrize(("running", "prompts"), [(1, {1}), (4, {1, 4}), (32, {1, 32}), (256, {1, 32})])
+def test_rooms_hold_as_many_prompts_as_can_be_in_a_step(running: int, prompts: set[int]) -> None:
+    buckets = bucket_ladder(EngineOptions(model="-", max_running=running, step_tokens=128), 512, GPUS["h200"])
+    found = rooms(buckets, running, exporting=True)
+    assert len(set(found)) == len(found)
+    assert {room.prompts for room in found} == {0} | prompts
+    for room in found:
+        assert room.rows <= room.bucket.requests
+        assert room.tokens <= room.bucket.tokens
+
+
+def test_a_token_a_step_gives_the_same_answers(tmp_path) -> None:
+    checkpoint, asked = save_checkpoint("qwen3_next", tmp_path), prompts([1, 9, 20])
+    sampling = SamplingParams(temperature=0, max_tokens=6)
+    slow = engine(checkpoint, step_tokens=1)
+    assert slow.loaded.buckets[-1].query == 2
+    assert answer(slow, asked, sampling) == answer(engine(checkpoint), asked, sampling)
 
 
 def test_a_prompt_of_one_token_is_a_prompt(tmp_path) -> None:

@@ -10,28 +10,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-
-def holders() -> dict[str, Any]:
-    """SGLang's modules and the classes that they define, by name."""
-    found: dict[str, Any] = {}
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "sglang" and module is not None:
-            found[name] = module
-            for value in list(vars(module).values()):
-                if isinstance(value, type) and value.__module__ == name:
-                    found[f"{name}.{value.__qualname__}"] = value
-    return found
-
-
-def contents(value: Any) -> str | None:
-    """What a container holds, by identity, or None for anything else."""
-    if isinstance(value, dict):
-        return str(sorted((repr(key), id(item)) for key, item in value.items()))
-    if isinstance(value, list | set):
-        return str(sorted(id(item) for item in value))
-    return None
+from module_contents import contents, holders
 
 
 def main() -> None:
@@ -42,7 +22,7 @@ def main() -> None:
         import_module(name)
     registry = import_module("sglang.srt.models.registry")
 
-    modules = holders()
+    modules = holders("sglang")
     attributes = {f"{name}:{key}": value for name, held in modules.items() for key, value in list(vars(held).items())}
     inside = {key: contents(value) for key, value in attributes.items()}
     models = registry.ModelRegistry.models

@@ -12,7 +12,8 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+
+from module_contents import contents, holders
 
 
 def answer(model: str) -> str:
@@ -32,27 +33,6 @@ def answer(model: str) -> str:
     return served
 
 
-def holders() -> dict[str, Any]:
-    """vLLM's modules and the classes that they define, by name."""
-    found: dict[str, Any] = {}
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "vllm" and module is not None:
-            found[name] = module
-            for value in list(vars(module).values()):
-                if isinstance(value, type) and value.__module__ == name:
-                    found[f"{name}.{value.__qualname__}"] = value
-    return found
-
-
-def contents(value: Any) -> str | None:
-    """What a container holds, by identity, or None for anything else."""
-    if isinstance(value, dict):
-        return str(sorted((repr(key), id(item)) for key, item in value.items()))
-    if isinstance(value, list | set):
-        return str(sorted(id(item) for item in value))
-    return None
-
-
 def main() -> None:
     """See the module's docstring."""
     model, result = sys.argv[1:]
@@ -62,7 +42,7 @@ def main() -> None:
 
     import firstlight.plugin.vllm as plugin
 
-    known = holders()
+    known = holders("vllm")
     kept = {name: dict(vars(holder)) for name, holder in known.items()}  # holds the values, so that no id comes twice
     before = {
         (name, attribute): contents(value) for name, values in kept.items() for attribute, value in values.items()

@@ -1,4 +1,4 @@
-"""The Triton providers of attention and its prologue under Triton's interpreter, on tiny odd shapes."""
+"""The Triton providers of attention and its prologue under Triton's interpreter, on tiny odd shapes; what Hopper's refuses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 from ops.examples_a import normal, paged_batch
 
-from firstlight.ops.attention import attention, triton_paged
+from firstlight.hardware import GPUS, H200
+from firstlight.ops.attention import attention, hopper_paged, triton_paged
 from firstlight.ops.attention_prologue import attention_prologue, triton_fused
+from firstlight.ops.op import Call
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
@@ -33,6 +35,63 @@ def test_attention(
     ours = triton_paged.run(*args, **bounds, **settings, tiles=tiles)[: sum(counts)]
     theirs = attention.reference(*args, **bounds, **settings)[: sum(counts)]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"window": 40}, {"causal": False, "sinks": normal(6)}], ids=lambda s: ",".join(s)
+)
+@pytest.mark.parametrize("size", [5, 16, 32, 64])
+def test_prompts(size: int, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """Tiles of keys that every row sees, in one page or several; a null page among them; a request without a context."""
+    counts, lengths = [33, 4, 20], [170, 0, 20]
+    batch = paged_batch(counts, lengths, size=size, dtype=dtype, padding=2)
+    batch["pages"][batch["row"][0], 1] = 0
+    bounds = {"scale": 0.3, "max_query": max(counts), "max_context": max(lengths)}
+    tiles = triton_paged.Tiles(tokens=10, rows=32, keys=32, splits=1, warps=4, stages=1)
+    ours = triton_paged.run(*batch.values(), **bounds, **settings, tiles=tiles)[: sum(counts)]
+    exact = [x.double() if x.is_floating_point() else x for x in batch.values()]
+    theirs = attention.reference(*exact, **bounds, **settings)[: sum(counts)]
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"dim": 128, "heads": 32, "kv_heads": 8}, None),
+        ({"dtype": torch.float16}, None),
+        ({"hardware": GPUS["b200"]}, "serves sm_90, not sm_100"),
+        ({"hardware": GPUS["mi300x"]}, "serves sm_90, not gfx942"),
+        ({"dtype": torch.float32}, "multiplies bfloat16 and float16, not torch.float32"),
+        ({"pages": torch.float8_e4m3fn}, "the pages are torch.float8_e4m3fn, the queries torch.bfloat16"),
+        ({"size": 16}, "serves pages of 64 tokens, not 16"),
+        ({"dim": 64}, "serves heads of 128 or 256 dimensions, not 64"),
+        ({"heads": 12}, "serves groups of 1, 2, 4, ... 64 query heads a KV head, not 6"),
+        ({"window": 128}, "reads whole contexts, not a window"),
+        ({"scale": -1.0}, "needs a scale of at least 0, not -1.0"),
+        ({"max_query": 8}, "serves prompts of 65 rows (tokens x heads of a group) or more, not 64"),
+        ({"stride": 260}, "needs dense heads, and addresses and strides that are multiples of 16 bytes"),
+    ],
+    ids=str,
+)
+def test_what_hopper_refuses(changed: dict[str, Any], reason: str | None) -> None:
+    case = {"heads": 16, "kv_heads": 2, "dim": 256, "size": 64, "dtype": torch.bfloat16, "hardware": H200} | changed
+    q = torch.empty(70, case["heads"], case["dim"], dtype=case["dtype"], device="meta")
+    stride = case.get("stride", case["dim"])
+    shape = (3, 4, 2, case["size"], case["kv_heads"], stride)
+    pool = torch.empty(shape, dtype=case.get("pages", case["dtype"]), device="meta")[..., : case["dim"]]
+    indices = (torch.empty(2, 3, dtype=torch.int32, device="meta"), *(torch.empty(2, device="meta") for _ in range(3)))
+    settings = {"scale": 0.1, "max_query": 70, "max_context": 200} | {
+        k: v for k, v in changed.items() if k in ("scale", "max_query", "window")
+    }
+    call = Call((q, pool[:, 1, 0], pool[:, 1, 1], *indices), settings, None, case["hardware"])
+    found = hopper_paged.when(call)
+    assert found is None if reason is None else found is not None and reason in found
+    if "stride" in changed:
+        with pytest.raises(ValueError, match="choose another provider"):
+            hopper_paged.run(*call.args, **settings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

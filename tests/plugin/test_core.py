@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import forward
 import pytest
@@ -14,7 +16,10 @@ from safetensors.torch import load_file
 
 from firstlight.cache import PagedSpec
 from firstlight.errors import CheckpointError, FirstlightError
+from firstlight.hardware import H200
+from firstlight.ops.op import REFERENCE, sites
 from firstlight.parallel import Mesh
+from firstlight.plugin import core
 from firstlight.plugin.core import HostBounds, HostedModel, describe, mesh_of
 from firstlight.step import PageTable, SlotTable
 
@@ -170,3 +175,48 @@ def test_what_we_cannot_run_is_said_at_once():
     with pytest.raises(ValueError, match="can't be split evenly over 3 tp ranks"):
         describe(tiny_config("qwen3"), dtype=torch.float32, mesh=Mesh.of(tp=3))
     assert mesh_of(4, 2).tp.index == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_a_gpu_every_call_has_a_provider_with_pages_of_one_token(monkeypatch, ranks):
+    """Where SGLang has us run. The reference would wait for the device, which ends a capture."""
+    monkeypatch.setattr(core, "detect", lambda device: replace(H200, features=frozenset({"triton"})))
+    file = Path(__file__).parent.parent / "configs" / "Qwen3.5-35B-A3B-FP8.json"
+    config = json.loads(file.read_text())
+    text = config["text_config"]
+    text |= {"num_hidden_layers": 4, "layer_types": text["layer_types"][:4]}
+    bounds = HostBounds(tokens=16384 + 256, requests=256, context=text["max_position_embeddings"], page_size=1)
+    mesh = mesh_of(ranks, ranks - 1)
+    model = HostedModel(config, dtype=torch.bfloat16, device="cpu", bounds=bounds, mesh=mesh)
+    assert {"attention", "gated_delta", "moe", "linear"} <= {site.op.name for _, site in sites(model.model)}
+    lacking = {
+        (path, bucket.query)
+        for path, site in sites(model.model)
+        for bucket, choice in zip(model.buckets, site.choices, strict=False)  # a site that no step calls has none
+        if choice.provider == REFERENCE and site.op.name not in ("all_reduce", "all_gather")
+        if bucket.query > 1 or site.label != "prefill"
+    }
+    assert not lacking
+
+
+def test_a_prompt_of_one_token_is_run_as_a_prompt():
+    """Among decode steps nothing is bound for prompts."""
+    model = HostedModel(tiny_config("llama"), dtype=torch.float32, device="cpu", bounds=BOUNDS)
+    plain = forward.step_of(model.model, torch.tensor([1]), 0)
+
+    def bucket(decode_requests):
+        step = model.step(
+            ids=plain.ids,
+            positions=plain.positions,
+            query_start=plain.query_start,
+            length=plain.length,
+            tables=plain.tables,
+            live=plain.live,
+            decode_requests=decode_requests,
+            max_query=1,
+            max_context=1,
+        )
+        return step.bucket
+
+    assert bucket(1).query == 1
+    assert bucket(0).query > 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from predict.priced import config
 
+from firstlight.cli.explain import command
 from firstlight.hardware import GPUS
 from firstlight.hardware.calibration import read_table
 from firstlight.ops.binding import PARTS
@@ -17,6 +19,7 @@ from firstlight.predict.shape import StepShape
 from firstlight.predict.step_time import Conditions
 from firstlight.step import Bucket
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 NAME = "Qwen3.5-35B-A3B-FP8"
 DECODE = Bucket(0, 64, 64, 1, 40000, 64)
 START, EFFICIENCY = 3e-6, 0.8
@@ -71,6 +74,15 @@ def test_calls_between_the_rows_take_what_their_law_says(table):
         np.testing.assert_allclose(item.seconds, want, rtol=0.06, err_msg=item.kernel.name)
         assert item.origin == "interpolated"
         assert np.all(item.seconds >= item.floor)
+
+
+def test_the_command_prices_bound_providers_by_its_table(table, capsys):
+    shown = {}
+    for option in (table.path, "none"):
+        command(model=str(CONFIGS / f"{NAME}.json"), table=option, batch=64, bound=True, what_if=False)
+        shown[option] = capsys.readouterr().out
+    assert "on h200: " in shown[table.path]
+    assert shown[table.path] != shown["none"]
 
 
 def test_rows_of_others_say_nothing_of_ours(table):

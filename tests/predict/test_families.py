@@ -73,27 +73,5 @@ def test_linear_layers_keep_a_state_and_no_keys():
 def test_the_command_says_what_cannot_run(capsys):
     assert set(FAMILIES) > PREDICTED_ONLY
     path = str(__file__).replace("predict/test_families.py", "configs/gpt-oss-120b.json")
-    command(
-        path,
-        "h200",
-        1,
-        4096,
-        0,
-        4096,
-        1,
-        1,
-        1,
-        False,
-        False,
-        False,
-        False,
-        False,
-        False,
-        False,
-        0.0,
-        0,
-        0.8,
-        0.0,
-        False,
-    )
+    command(model=path, table=None, batch=1, what_if=False)
     assert "can be predicted, not run yet" in capsys.readouterr().out

@@ -68,6 +68,9 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    def check(self) -> None:
+        pass
+
     def step(self) -> list[Delta]:
         time.sleep(self.step_seconds)
         self.counts["steps"] += 1
@@ -125,6 +128,7 @@ class FakeEngine:
             waiting=count(self.waiting),
             pages_used=sum(running.pages for running in self.running.values()),
             pages_capacity=PAGES,
+            page_size=PAGE_SIZE,
             **self.counts,
         )
 

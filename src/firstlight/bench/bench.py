@@ -19,6 +19,9 @@ from firstlight.config import BenchOptions, Span
 class Watcher(Protocol):
     """Who is told how it goes."""
 
+    def warming_up(self) -> None:
+        """The options fit together, and the server answers."""
+
     def began(self, client: Client, requests: int) -> None:
         """The clock has started. requests: in all, turns counted. `client.tokens_seen` grows from now on."""
 
@@ -28,6 +31,9 @@ class Watcher(Protocol):
 
 class Nobody:
     """A watcher that doesn't watch."""
+
+    def warming_up(self) -> None:
+        """Nothing."""
 
     def began(self, client: Client, requests: int) -> None:
         """Nothing."""
@@ -65,6 +71,7 @@ async def bench(options: BenchOptions, codec: Codec | None = None, watcher: Watc
         await client.find_model()
         vocabulary = _vocabulary(options, codec, client.model)
         sessions = make_sessions(options, lines, codec, vocabulary)
+        watcher.warming_up()
         await warm_up(client, options, make_warm_up(options, lines, codec, vocabulary))
         client.tokens_seen = 0
         watcher.began(client, sum(len(session.turns) for session in sessions))

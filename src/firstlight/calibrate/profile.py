@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from firstlight.calibrate.engine_step import place_step, step_runner
 from firstlight.calibrate.timing import CaptureError, once, seconds_of
-from firstlight.engine.batch import HostStep, choose_bucket, fill, send
+from firstlight.engine.batch import HostStep
 from firstlight.engine.engine import Engine
 from firstlight.engine.executor import Executor
-from firstlight.engine.graphs import draw_tokens
 from firstlight.errors import FirstlightError
 from firstlight.hardware import Hardware
 from firstlight.ops.binding import Choice
@@ -87,66 +87,26 @@ def _host_step(engine: Engine, executor: Executor, batch: int, context: int, pre
     if rows == 0:
         raise FirstlightError("profile: an empty step; give --batch or --prefill")
     longest = max(context, prefill)
-    pages_each = -(-longest // executor.pool.page_size)
     largest = executor.loaded.buckets[-1]
     limits = {
         "--batch": (rows, len(executor.table.length) - 1, "--max-running"),
         "--prefill": (prefill, largest.query, "--step-tokens"),
         "--batch and --prefill": (batch + prefill, largest.tokens, "--step-tokens"),
         "--context": (longest, executor.loaded.max_context, "--max-context"),
-        "pages": (rows * pages_each, executor.pool.pages - 1, "--cache-gib"),
     }
     for name, (asked, most, option) in limits.items():
         if asked > most:
             raise FirstlightError(f"profile: {name} needs {asked:,} and there are {most:,}; see {option}")
-    if executor.pool.slots and rows >= executor.pool.slots:
-        raise FirstlightError(f"profile: {rows:,} state slots needed, and there are {executor.pool.slots - 1:,}")
-    table = executor.table
-    numbers = torch.arange(1, rows * pages_each + 1, dtype=torch.int32).view(rows, pages_each)
-    table.pages[1 : rows + 1, :pages_each] = numbers.to(table.device)
-    table.length[1 : batch + 1] = context - 1
-    if prefill:
-        table.length[rows] = longest - prefill
-    table.last_token[1 : rows + 1] = torch.arange(rows, device=table.device) % engine.vocab_size
-    counts = [1] * batch + ([prefill] if prefill else [])
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    names = np.arange(1, rows + 1, dtype=np.int32)
-    slots = names if executor.pool.slots else np.zeros(rows, np.int32)
-    prompt = np.random.default_rng(0).integers(0, engine.vocab_size, prefill).astype(np.int32)
-    return HostStep(names, starts, prompt, slots, slots, np.empty((0, 3), np.int32), np.arange(rows), batch, longest)
+    if not prefill:
+        return place_step(executor, decode=batch, context=context)
+    return place_step(executor, decode=batch, context=context, prompts=1, new=prefill, before=longest - prefill)
 
 
 def _profile(executor: Executor, step: HostStep, context: int) -> Profile:
     loaded = executor.loaded
-    lengths = executor.table.length.clone()
     graphs = executor.graphs
-    graph = graphs.find(step) if graphs is not None else None
-    if graphs is not None and graph is not None:  # the padded step that is served
-        graphs.send(graph, step)
-        bucket = graph.room.bucket
-    else:
-        bucket, sent_alone = choose_bucket(loaded.buckets, step), send(step, loaded.device)
-
-    def run() -> None:
-        executor.table.length.copy_(lengths)  # every run is the same step
-        if graphs is not None and graph is not None:
-            made, new_length, sent = graphs.step_of(graph.memory, graph.room)
-        else:
-            sent = sent_alone
-            made, new_length = fill(
-                loaded,
-                executor.table,
-                sent,
-                bucket,
-                decodes=step.decodes,
-                tokens=step.tokens,
-                query=step.query,
-                context=step.context,
-                page_size=executor.pool.page_size,
-            )
-        logits = loaded.model(made)
-        draw_tokens(loaded, executor.table, bucket, logits, sent, new_length, greedy=True, filtered=False)
-
+    # The padded step that is served, where there is a graph of it.
+    run, bucket = step_runner(executor, step, graphs.find(step) if graphs is not None else None)
     modules = {"requests": loaded.requests, "model": loaded.model, "sampler": loaded.sampler}
     run()  # compiles
     calls: dict[tuple[Any, ...], list[Callable[[], Any]]] = {}

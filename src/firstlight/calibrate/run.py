@@ -17,11 +17,10 @@ from firstlight.calibrate.sweep import Result, Scratch, Sweep
 from firstlight.calibrate.timing import copy_bandwidth
 from firstlight.calibrate.workload import StepShape, Workload, step_shapes
 from firstlight.config import EngineOptions
-from firstlight.engine.loading import bind_only
+from firstlight.engine.loading import bind_only, refuse_missing_weights
 from firstlight.errors import FirstlightError
 from firstlight.hardware.calibration import table_name
 from firstlight.models.buckets import resolve_options
-from firstlight.models.registry import refuse_predicted_only
 
 Progress = Callable[[str], None]
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
@@ -53,11 +52,11 @@ def calibrate(
     if options.tensor_parallel > 1:
         raise FirstlightError("calibrate measures on one rank; run it without --tensor-parallel")
     begin = perf_counter()
-    progress("loading one layer of each kind")
+    progress(f"loading one layer of each kind, {weights_of(options)}")
     # Binding is what this makes a table for: one small bucket is enough to describe the model.
     bound = bind_only(options.model_copy(update={"max_running": 1, "step_tokens": 1, "table": "none"}))
     options = resolve_options(options, bound.hardware)
-    refuse_predicted_only(bound.checkpoint.config, options.model)
+    refuse_missing_weights(options, bound.checkpoint)
     if options.threads and bound.device.type == "cpu":
         torch.set_num_threads(options.threads)
     workload = Workload(
@@ -102,6 +101,11 @@ def calibrate(
         "copy_tb_s": round(bandwidth / 1e12, 3),
     }
     return Calibration({**header, "groups": groups_of(sweep.results, dtype)}, sweep.results, sweep.scratch, left_out)
+
+
+def weights_of(options: EngineOptions) -> str:
+    """What a calibration computes with, for people."""
+    return f"random weights of seed {options.seed}" if options.weights == "random" else "the checkpoint's weights"
 
 
 def versions(device: torch.device) -> dict[str, str]:

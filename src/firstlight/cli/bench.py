@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from firstlight.cli.options import load, options_of
 from firstlight.config import BenchOptions
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
     from firstlight.bench.client import Client
     from firstlight.bench.outcome import Outcome
@@ -52,9 +53,9 @@ def command(
         raise FirstlightError("--details: they are written to the JSON; give --json FILE")
     codec = _codec(options)
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[state]}"))
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=1 / REFRESH_SECONDS) as progress:
-        bar = _Bar(progress, progress.add_task("", total=None, state="warming up"))
-        result = asyncio.run(bench(options, codec, bar))
+    with ExitStack() as stack:
+        progress = Progress(*columns, console=Console(stderr=True), refresh_per_second=1 / REFRESH_SECONDS)
+        result = asyncio.run(bench(options, codec, _Bar(progress, stack)))
     show(table_console(), result.options, result.summary)
     if json is not None:
         import msgspec
@@ -65,12 +66,19 @@ def command(
 
 
 class _Bar:
-    """Shows requests done, tokens a second over the run so far, and failures. It costs nothing by chunk."""
+    """Shows requests done, tokens a second over the run so far, and failures. It costs nothing by chunk.
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
+    It is drawn from the warm-up on, until `stack` is closed: nothing stands before errors of options.
+    """
+
+    def __init__(self, progress: Progress, stack: ExitStack) -> None:
         self._progress = progress
-        self._task = task
+        self._stack = stack
+        self._task = progress.add_task("", total=None, state="warming up")
         self._failed = 0
+
+    def warming_up(self) -> None:
+        self._stack.enter_context(self._progress)
 
     def began(self, client: Client, requests: int) -> None:
         self._client = client

@@ -22,7 +22,8 @@ def command(
 ) -> None:
     """Measure the providers of every op that a model calls on this device, and write the table to choose by.
 
-    One layer of each kind runs steps of up to --max-running rows and --step-tokens tokens. Each provider is checked against
+    One layer of each kind runs steps of up to --max-running rows and --step-tokens tokens, with the checkpoint's weights;
+    for a config.json alone, say --weights random. Each provider is checked against
     the reference before it is timed; one that fails is written down with the reason, and never chosen near that call. Serve
     with --table FILE.
     """
@@ -32,7 +33,7 @@ def command(
     from rich.console import Console
 
     from firstlight.calibrate.report import failures, scratch_lines
-    from firstlight.calibrate.run import calibrate, table_text
+    from firstlight.calibrate.run import calibrate, table_text, weights_of
     from firstlight.errors import FirstlightError
     from firstlight.ops import REGISTRY
 
@@ -52,6 +53,7 @@ def command(
         console.print(f"left out, for want of time: {shape}", markup=False)
     timed = sum(result.seconds > 0 for result in made.results)
     console.print(
-        f"{timed} calls timed, {len(made.results) - timed} refused, in {perf_counter() - start:.0f} s; written to {out}",
+        f"{timed} calls timed, {len(made.results) - timed} refused, with {weights_of(options)}, "
+        f"in {perf_counter() - start:.0f} s; written to {out}",
         markup=False,
     )

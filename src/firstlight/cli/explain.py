@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from firstlight.cli.options import load, options_of
+from firstlight.config import EngineOptions, ExplainOptions
 
+
+@options_of(ExplainOptions)
 def command(
-    model: Annotated[str, typer.Argument(help="Directory with config.json, or a config.json; no weights are needed.")],
+    given: dict[str, Any],
     gpu: Annotated[
         str, typer.Option(help="A described GPU: h20, h100, h200, h800, b200, gb300, mi300x, mi355x, ...")
     ] = "h200",
@@ -41,18 +45,17 @@ def command(
     what_if: Annotated[bool, typer.Option(help="Price changes as well.")] = True,
 ) -> None:
     """Predict a step from the model's own code: a table by kernel, a picture, and what changes would give."""
+    options = load(ExplainOptions, given)
+    engine_options = load(EngineOptions, given)
     from dataclasses import replace
 
     from firstlight.cli.tables import table_console
-    from firstlight.config import EngineOptions
+    from firstlight.engine.table import timings_of
     from firstlight.errors import FirstlightError
-    from firstlight.hardware.calibration import packaged_table
-    from firstlight.models.activations import planned_bytes
-    from firstlight.models.buckets import bucket_ladder, resolve_options
     from firstlight.models.registry import PREDICTED_ONLY
     from firstlight.predict import report
+    from firstlight.predict.fit import engine_memory, what_would_fit
     from firstlight.predict.layout import Layout, build, gpu_of, step_model
-    from firstlight.predict.memory import memory_of
     from firstlight.predict.shape import StepShape
     from firstlight.predict.speculation import Speculation, draft_seconds
     from firstlight.predict.step_time import Conditions
@@ -64,21 +67,28 @@ def command(
         raise FirstlightError("--batch 0 --prefill 0: an empty step; give at least one of them")
     if context < 1 + drafts:
         raise FirstlightError(f"--context {context} holds the step's own {1 + drafts} tokens; give at least that")
+    if (tp * dp) % ep:
+        raise FirstlightError(f"--ep {ep}: it must divide --tp {tp} x --dp {dp} = {tp * dp}")
+    if "table" in given and not bound:
+        raise FirstlightError("--table is for our own providers, which --bound prices; give that as well, or neither")
     hardware = gpu_of(gpu)
     if dollars:
         hardware = replace(hardware, dollars_per_hour=dollars)
     layout = Layout(tp, dp, ep, fp8_weights, fp8_head, fp8_kv, bf16_state)
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(options.model)
     config = checkpoint.config
     try:
         built = build(config, layout)
-    except ValueError as error:
-        raise FirstlightError(str(error)) from error
+    except FirstlightError:
+        raise
+    except ValueError as error:  # these ranks can't split the model
+        flags = " ".join(f"--{name} {size}" for name, size in (("tp", tp), ("ep", ep)) if size > 1)
+        raise FirstlightError(f"{flags}: {error}" if flags else str(error)) from error
     conditions = Conditions(graph=not eager, skew=skew, two_batch_overlap=overlap, tuned=not bound)
     tokens = batch * (1 + drafts) + prefill
     bucket = Bucket(0, tokens, max(batch, 1), max(prefill, 1), max(context, prompt), max(batch, 1)) if bound else None
-    table = packaged_table(hardware) if bound else None
-    priced = step_model(built, hardware, layout, conditions, bucket=bucket, table=table)
+    timings = timings_of(options.table, hardware) if bound else None
+    priced = step_model(built, hardware, layout, conditions, bucket=bucket, table=timings.table if timings else None)
     shape = StepShape.of_decode(batch, context, 1 + drafts) if batch else StepShape()
     if prefill:
         length = min(prompt, prefill)
@@ -86,6 +96,13 @@ def command(
     step = priced.time(shape)
 
     console = table_console()
+    requests, longest = max(batch, 1), max(context, prompt if prefill else 1)
+    memory = engine_memory(built, hardware, engine_options, requests, longest, workspace=priced.model.workspace)
+    fits = memory.requests(longest) >= requests
+    if not fits:
+        memory = engine_memory(built, hardware, engine_options, 1, longest, workspace=priced.model.workspace)
+        ways = what_would_fit(config, layout, hardware, engine_options, requests, longest)
+        console.print(report.misfit_line(memory, hardware, requests, longest, ways))
     if config.get("model_type") in PREDICTED_ONLY:
         console.print(f"Model type {config['model_type']} can be predicted, not run yet.", style="yellow")
     console.print(
@@ -116,17 +133,8 @@ def command(
         )
     for line in report.summary(step, priced, batch + prefill, batch, gained):
         console.print(line)
-    defaults = resolve_options(EngineOptions.load({"model": model}), hardware)
-    # The steps of an engine with its defaults; `built` is walked as it is, so every bucket finds it at the first place.
-    steps = [replace(bucket, index=0) for bucket in bucket_ladder(defaults, context, hardware)]
-    planned = planned_bytes(built, steps, page_size=defaults.page_size)
-    console.print(
-        report.memory_line(
-            memory_of(built, hardware, planned=planned + priced.model.workspace),
-            batch,
-            max(context, prompt if prefill else 1),
-        )
-    )
+    if fits:
+        console.print(report.memory_line(memory, longest))
     console.print(report.step_table(step))
     for line in report.legend(step):
         console.print(line)

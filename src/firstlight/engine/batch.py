@@ -112,7 +112,7 @@ def send(step: HostStep, device: torch.device) -> DeviceStep:
 def choose_bucket(buckets: tuple[Bucket, ...], step: HostStep) -> Bucket:
     """The first bucket that holds the step. Raises ValueError if none does: the scheduler broke its bounds."""
     # Prefill is bound only where a bucket allows longer queries; a prompt's single token goes there too.
-    query = step.query if step.decodes == len(step.rows) else min(max(step.query, 2), buckets[-1].query)
+    query = step.query if step.decodes == len(step.rows) else max(step.query, 2)
     needed = Bucket(0, step.tokens, len(step.rows), query, step.context, len(step.sampling))
     for bucket in buckets:
         if bucket.holds(needed):

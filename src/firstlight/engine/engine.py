@@ -12,7 +12,7 @@ import torch
 
 from firstlight.config import EngineOptions
 from firstlight.engine.executor import Executor, Pending
-from firstlight.engine.loading import allocate_caches, cache_geometry, load_model
+from firstlight.engine.loading import allocate_caches, cache_bytes, cache_geometry, load_model
 from firstlight.engine.messages import Delta, EngineStats
 from firstlight.engine.ranks import Followers, LeadingExecutor, rank_device
 from firstlight.scheduling.accounts import IntegrityError
@@ -44,15 +44,16 @@ class Engine:
             mesh = self.followers.mesh if self.followers else None
             self.loaded = load_model(options, mesh, rank_device(options, 0) if self.followers else None)
             self.options = options = self.loaded.options
-            self.geometry = cache_geometry(options, self.loaded)
+            memory = cache_bytes(options, self.loaded)
+            if self.followers:
+                memory = min(memory, self.followers.cache_bytes())
+            self.geometry = cache_geometry(options, self.loaded, memory)
+            if self.followers:
+                self.followers.send_geometry(self.geometry)
             self.pool = allocate_caches(self.loaded, self.geometry)
             rows = min(options.max_running, self.geometry.slots or options.max_running)
             executor = Executor(self.loaded, self.pool, options.max_running, graphs=options.graphs, poison=poison)
-            self.executor: Executor | LeadingExecutor = executor
-            self._check_memory(executor)
-            if self.followers:
-                self.followers.send_geometry(self.geometry)
-                self.executor = LeadingExecutor(executor, self.followers)
+            self.executor: Executor | LeadingExecutor = self.followers.lead(executor) if self.followers else executor
         except BaseException:
             self.close()
             raise
@@ -64,15 +65,6 @@ class Engine:
         self.in_flight: deque[tuple[StepPlan, Pending]] = deque()
         self.steps = 0
         self._checked_at = float("-inf")
-
-    def _check_memory(self, executor: Executor) -> None:
-        """After the largest steps have run: see that they took no more than was planned, which the caches left free."""
-        if executor.peak > self.loaded.planned:
-            logger.warning(
-                "the largest steps took %.2f GiB beside weights and caches, and %.2f GiB were planned",
-                executor.peak / 2**30,
-                self.loaded.planned / 2**30,
-            )
 
     @property
     def facts(self) -> dict[str, str]:
@@ -110,6 +102,11 @@ class Engine:
         """Whether `step` would do something: requests waiting or running, or plans in flight."""
         return bool(self.in_flight) or self.scheduler.unfinished > 0
 
+    def check(self) -> None:
+        """Raise FirstlightError if another rank has died, which only the next step would show otherwise."""
+        if self.followers is not None:
+            self.followers.check()
+
     def step(self) -> Sequence[Delta]:
         """Start one plan, if there is one, and commit the oldest once `depth` are in flight or nothing can be planned."""
         plan = self.scheduler.plan()
@@ -145,6 +142,7 @@ class Engine:
             waiting=waiting,
             pages_used=scheduler.pages.total - scheduler.pages.free,
             pages_capacity=scheduler.pages.total,
+            page_size=self.geometry.page_size,
             slots_used=scheduler.slots.total - scheduler.slots.free,
             slots_capacity=scheduler.slots.total,
             steps=self.steps,
@@ -161,6 +159,4 @@ class Engine:
         """End the other ranks, if there are any."""
         if self.followers is not None:
             self.followers.close()
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
             self.followers = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -22,12 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 class Pending:
-    """A plan that has been started; `wait` gives its result."""
+    """A plan that has been started; `wait` gives its result.
+
+    check: if set, called over and over while a GPU is waited for; what it raises ends the wait.
+    """
 
     def __init__(self, tokens: torch.Tensor, own: np.ndarray | None = None) -> None:
         """tokens: drawn, on the device; own: which of them are the plan's, in its order; None: all."""
         self._event: torch.cuda.Event | None = None
         self._own = own
+        self.check: Callable[[], object] | None = None
         if tokens.is_cuda:
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._tokens.copy_(tokens, non_blocking=True)
@@ -38,7 +42,10 @@ class Pending:
 
     def wait(self) -> StepResult:
         """The tokens of the plan's sampling rows, one each."""
-        if self._event is not None:
+        if self._event is not None and self.check is not None:
+            while not self._event.query():
+                self.check()
+        elif self._event is not None:
             self._event.synchronize()
         tokens = self._tokens.numpy()
         if self._own is not None:
@@ -52,9 +59,9 @@ class Executor:
     def __init__(
         self, loaded: BoundModel, pool: CachePool, rows: int, *, graphs: bool = True, poison: bool = False
     ) -> None:
-        """rows: running requests at most. graphs: capture decode steps, on a GPU. poison: fill null rows, and all pages and
-        slots at first, with NaN (tests). On a GPU the largest steps are run, and graphs captured, before this returns;
-        `peak` is then what that took, in bytes."""
+        """rows: running requests at most. graphs: capture steps, on a GPU. poison: fill null rows, and all pages and
+        slots at first, with NaN (tests). On a GPU the largest steps are run, and graphs captured, before this returns, by all
+        ranks together; that they took more memory than was planned, and so the caches left free, is a warning."""
         self.loaded, self.pool = loaded, pool
         # A request never has more pages than there are, however long a context the model allows.
         columns = min(-(-loaded.max_context // pool.page_size), pool.pages)
@@ -63,7 +70,6 @@ class Executor:
         if poison:
             pool.poison(range(pool.pages), range(pool.slots))
         self.graphs: StepGraphs | None = None
-        self.peak = 0
         if self.stream is not None:
             self.stream.synchronize()
             torch.cuda.reset_peak_memory_stats(loaded.device)
@@ -72,15 +78,32 @@ class Executor:
             with torch.inference_mode(), torch.cuda.stream(self.stream):
                 for step in largest_steps(loaded.buckets):
                     self._run(step, *DRAWS[-1])
-                if graphs and loaded.mesh.tp.size > 1:
-                    logger.warning("steps run op by op: graphs are captured on one rank only, so far")
-                elif graphs:
+                if graphs:
                     self.graphs = StepGraphs(loaded, self.table, pool.page_size, rows, keep_logits=poison)
             self.stream.synchronize()
-            self.peak = max(
+            peak = max(
                 torch.cuda.max_memory_allocated(loaded.device) - allocated,
                 torch.cuda.memory_reserved(loaded.device) - reserved,
             )
+            if peak > loaded.planned:
+                logger.warning(
+                    "the largest steps took %.2f GiB beside weights and caches, and %.2f GiB were planned",
+                    peak / 2**30,
+                    loaded.planned / 2**30,
+                )
+
+    @property
+    def captured(self) -> list[str]:
+        """What there are graphs for, for a comparison between ranks."""
+        return [repr(graph.room) for graph in self.graphs.graphs] if self.graphs else []
+
+    def close(self) -> None:
+        """Wait for what runs, and free the graphs: NCCL's communicator can't end while a graph holds kernels of it."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs = None
 
     def execute(self, plan: StepPlan) -> Pending:
         """Start a plan. On a GPU this returns before the work is done."""

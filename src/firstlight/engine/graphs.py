@@ -5,6 +5,9 @@ and what it leaves in the table. So the host sends a step's rows, slots and prom
 however many kernels they hold. There is a graph for each bucket of decode rows; for each bucket of prompt tokens there are
 four: one prompt or many, with room for all decode rows beside them or none. What a step doesn't fill is padding: row, page
 and slot 0, prompts without tokens, tokens of nobody. A step that fits none runs op by op.
+
+With several ranks the collectives are part of the graphs. Which rooms there are, in what order they are captured and which one a
+step takes follow from the options and the plan alone, so all ranks capture and replay the same.
 """
 
 from __future__ import annotations
@@ -138,6 +141,14 @@ class StepGraphs:
             missing = [room for room, other in self.reasons.items() if other == reason]
             logger.warning("%d of %d kinds of step run without a graph: %s", len(missing), self.count, reason)
 
+    def close(self) -> None:
+        """Free the graphs; nothing of them may be running."""
+        for graph in self.graphs:
+            graph.forward.reset()
+            for draw, _ in graph.draws.values():
+                draw.reset()
+        self.graphs = []
+
     @property
     def count(self) -> int:
         """Graphs captured, and those that could not be."""
@@ -192,7 +203,7 @@ class StepGraphs:
             self.reasons[room] = reason
             return None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+        with _capturing(graph, pool):
             logits, new_length, sent = forward()
         draws = {}
         for greedy, filtered in DRAWS:
@@ -206,7 +217,7 @@ class StepGraphs:
                 self.reasons[room] = reason
                 return None
             drawing = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(drawing, pool=pool, stream=torch.cuda.current_stream()):
+            with _capturing(drawing, pool):
                 tokens = draw()
             draws[greedy, filtered] = drawing, tokens
         return StepGraph(room, memory, graph, draws, logits if self.keep_logits else None)
@@ -257,6 +268,11 @@ class StepGraphs:
         return None
 
 
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> torch.cuda.graph:
+    """Capture on the current stream. What other threads do is their own: NCCL's watchdog looks at its events meanwhile."""
+    return torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local")
+
+
 def rooms(buckets: tuple[Bucket, ...], max_running: int, exporting: bool) -> list[Room]:
     """What there are graphs for, from the smallest on. exporting: prompts leave states for the prefix cache."""
     made = []
@@ -267,7 +283,7 @@ def rooms(buckets: tuple[Bucket, ...], max_running: int, exporting: bool) -> lis
             made += [
                 Room(bucket, decodes, prompts, bucket.query, 2 * prompts + MAX_WISHES if exporting else 0)
                 for decodes in (0, max_running)
-                for prompts in (1, MIXED_PROMPTS)
+                for prompts in sorted({1, min(max_running, MIXED_PROMPTS)})
             ]
     return made
 

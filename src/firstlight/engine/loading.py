@@ -109,6 +109,7 @@ def bind_only(
     options = resolve_options(options, hardware)
     checkpoint = open_checkpoint(options.model)
     config = checkpoint.config
+    refuse_predicted_only(config, options.model)
     dtype = resolve_dtype(options.dtype, config, hardware)
     known = checkpoint.has_weights and options.weights != "random"
     stored = published_names(family(config), checkpoint.tensors) if known else {}
@@ -155,14 +156,18 @@ def load_model(options: EngineOptions, mesh: Mesh | None = None, device: torch.d
     if options.threads and resolve_device(options.device).type == "cpu":
         torch.set_num_threads(options.threads)
     bound = bind_only(options, mesh, device)
-    refuse_predicted_only(bound.checkpoint.config, options.model)
+    refuse_missing_weights(options, bound.checkpoint)
     if options.weights == "random":
         bound.stored = random_tensors(bound.model, options.seed, bound.device)
-    elif not bound.checkpoint.has_weights:
-        raise FirstlightError(f"{options.model}: no weights here; for random ones say --weights random")
     load_weights(bound.model, bound.stored, bound.device, bound.layouts)
     bound.stored = {}
     return bound
+
+
+def refuse_missing_weights(options: EngineOptions, checkpoint: Checkpoint) -> None:
+    """Raises FirstlightError for a checkpoint without weights, unless the options ask for random ones."""
+    if options.weights != "random" and not checkpoint.has_weights:
+        raise FirstlightError(f"{options.model}: no weights here; for random ones say --weights random")
 
 
 def _scheme(config: Mapping[str, Any], dtype: torch.dtype, stored: Mapping[str, StoredTensor]) -> Scheme:
@@ -190,8 +195,8 @@ def cache_bytes(options: EngineOptions, loaded: BoundModel) -> int:
     return asked or left
 
 
-def cache_geometry(options: EngineOptions, loaded: BoundModel) -> CacheGeometry:
-    """How the cache's memory is split. Raises FirstlightError if it can't hold one request."""
+def cache_geometry(options: EngineOptions, loaded: BoundModel, memory: int | None = None) -> CacheGeometry:
+    """How the cache's memory is split. memory: bytes; None: `cache_bytes`. Raises FirstlightError if it can't hold one request."""
     specs = list(caches(loaded.model).values())
     config = loaded.model.config
     attention = sum(isinstance(spec, PagedSpec) for spec in specs)
@@ -202,7 +207,7 @@ def cache_geometry(options: EngineOptions, loaded: BoundModel) -> CacheGeometry:
     )
     try:
         return split_arena(
-            cache_bytes(options, loaded),
+            cache_bytes(options, loaded) if memory is None else memory,
             page_size=options.page_size,
             page_bytes=page_bytes(specs, options.page_size),
             slot_bytes=slot_bytes(specs),

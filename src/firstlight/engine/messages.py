@@ -112,6 +112,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     waiting: dict[ServiceClass, int] = {}
     pages_used: int = 0
     pages_capacity: int = 0
+    page_size: int = 0
     slots_used: int = 0
     slots_capacity: int = 0
     steps: int = 0

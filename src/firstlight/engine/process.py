@@ -5,7 +5,8 @@ nothing is forked from a process with threads. Options come as one line of JSON 
 long as the parent lives, and its end is how the engine learns that the parent is gone, however it went: it then exits
 too.
 
-While there is work the loop looks at the socket between steps without waiting; without work it sleeps in `poll`.
+While there is work the loop looks at the socket between steps without waiting; without work it sleeps in `poll`, and looks
+every second whether the engine is sound.
 SIGINT is left to the parent (Ctrl-C reaches both); SIGTERM and `Shutdown` end the loop after the step it is in.
 """
 
@@ -52,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 ORPHAN_GRACE_SECONDS = 5.0
 """How long a step may go on after the parent's death before the process is ended under it."""
+IDLE_CHECK_MS = 1000
+"""Between two looks at whether an engine without work could still do any."""
 FAREWELL_MS = 2000
 """How long the last messages may take to reach the parent at exit."""
 READABLE_ERRORS = (FirstlightError, ValueError, OSError)
@@ -81,6 +84,9 @@ class DrivenEngine(Protocol):
     def has_work(self) -> bool:
         """Whether `step` would do something: requests waiting or running, or plans in flight."""
 
+    def check(self) -> None:
+        """Called now and then without work. Raises FirstlightError if the engine can't go on."""
+
     def stats(self) -> EngineStats:
         """Counts now, and sums since the start."""
 
@@ -105,13 +111,14 @@ class Loop:
             os.write(self._wake_write, b"\0")
 
     def run(self) -> None:
-        """Serve until `stop` or `Shutdown`. What the engine raises in a step is raised here."""
+        """Serve until `stop` or `Shutdown`. What the engine raises in a step or a check is raised here."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         while not self.stopping:
             if not self.engine.has_work():
-                poller.poll()
+                poller.poll(IDLE_CHECK_MS)
+                self.engine.check()
             self._drain()
             if self.engine.has_work() and not self.stopping:
                 deltas = self.engine.step()

@@ -5,17 +5,25 @@ keep them in step. Plans are pure data and travel as msgpack over a private sock
 same gathered logits with the same noise, so nothing but plans has to travel.
 
 A follower is `python -m firstlight.engine.ranks ADDRESS RANK STORE`, with the options on stdin; the end of stdin
-is the end of the driver, and then of the follower.
+is the end of the driver, and then of the follower. It reports when it is about to join, when it has loaded, with the memory
+that it has left for caches, and when its executor is ready; then it only listens. All ranks' caches have the size that fits
+the fullest device.
+
+On a GPU a rank whose peer has died waits in a kernel, which nothing on the host interrupts. So rank 0 looks after the
+processes while it waits for a step, and a thread does wherever else it may wait.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import msgspec
@@ -25,7 +33,7 @@ import zmq
 
 from firstlight.config import EngineOptions
 from firstlight.engine.executor import Executor, Pending
-from firstlight.engine.loading import BoundModel, allocate_caches, load_model, resolve_device
+from firstlight.engine.loading import allocate_caches, cache_bytes, load_model, resolve_device
 from firstlight.engine.sockets import private_directory, remove_directory_of
 from firstlight.errors import FirstlightError
 from firstlight.parallel import Mesh
@@ -33,10 +41,33 @@ from firstlight.parallel.groups import attach
 from firstlight.scheduling.arena import CacheGeometry
 from firstlight.scheduling.plan import StepPlan
 
+logger = logging.getLogger(__name__)
+
 STOP = b""
 STOP_SECONDS = 5.0
+"""For all followers together to end by themselves."""
 SEND_MS = 500
 """Between two looks at whether a rank that takes nothing is still alive."""
+RECEIVE_MS = 100
+"""The same of one that says nothing; also how long the last words of a dead one may take."""
+WATCH_SECONDS = 1.0
+"""Between two looks of the thread that watches the followers."""
+NOTICE_SECONDS = 5.0
+"""How long a follower may be dead without the main thread's noticing, before that thread counts as stuck."""
+BREAK_SECONDS = 2.0
+"""After a collective has failed, how long the end of the process that caused it may take to show."""
+
+
+class Report(msgspec.Struct):
+    """What a follower tells rank 0.
+
+    cache_bytes: that its device has for caches, once the model is loaded. captured: the graphs that its executor has, once it is
+    ready. error: why it can't go on, for people.
+    """
+
+    cache_bytes: int = 0
+    captured: list[str] = []
+    error: str = ""
 
 
 def encode_plan(plan: StepPlan) -> bytes:
@@ -67,36 +98,51 @@ _decoder = msgspec.msgpack.Decoder(StepPlan, dec_hook=_data_to_array)
 
 
 def rank_device(options: EngineOptions, rank: int) -> torch.device:
-    """The device of a rank: the GPU with its number, or the CPU."""
+    """The device of a rank: the CPU, or the GPU that comes so many after the one of the options (the first, by default)."""
     device = resolve_device(options.device)
-    return torch.device(device.type, rank) if device.type == "cuda" else device
+    return torch.device(device.type, (device.index or 0) + rank) if device.type == "cuda" else device
 
 
-def backend_of(device: torch.device) -> str:
-    """torch.distributed's backend for a device."""
-    return "nccl" if device.type == "cuda" else "gloo"
+def join(options: EngineOptions, rank: int, store: str) -> Mesh:
+    """Become a rank of the mesh, among all the others. The current device is this rank's from then on."""
+    device = rank_device(options, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return attach(Mesh.of(rank, tp=options.tensor_parallel), rank, store, device)
 
 
 class Followers:
-    """The other ranks' processes, seen from rank 0. `mesh` is rank 0's, with its groups attached."""
+    """The other ranks' processes, seen from rank 0. `mesh` is rank 0's, with its groups attached.
+
+    If a follower dies and the main thread doesn't notice, because a kernel of its own waits for that rank, this process is ended
+    with status 1 after the reason has been logged.
+    """
 
     def __init__(self, options: EngineOptions) -> None:
         """Starts the processes and waits until all have joined. Raises FirstlightError if one can't."""
         self.size = options.tensor_parallel
-        if resolve_device(options.device).type == "cuda" and (gpus := torch.cuda.device_count()) < self.size:
-            raise FirstlightError(f"--tensor-parallel {self.size} needs a GPU for each rank; there are {gpus}")
+        self._device = rank_device(options, 0)
+        if self._device.type == "cuda":
+            first, gpus = self._device.index, torch.cuda.device_count()
+            if gpus < first + self.size:
+                after = f" from {self._device} on" if first else ""
+                raise FirstlightError(
+                    f"--tensor-parallel {self.size} needs a GPU for each rank{after}; there are {gpus} in all"
+                )
         self._directory = private_directory("firstlight-ranks-")
         address = f"ipc://{self._directory}/plans"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets = []
         store = f"tcp://127.0.0.1:{_free_port()}"
-        self._processes = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._executor: Executor | None = None
+        self._noticed = threading.Event()
         for rank in range(1, self.size):
-            sender = self._context.socket(zmq.PUSH)
-            sender.set(zmq.LINGER, 0)
-            sender.set(zmq.SNDTIMEO, SEND_MS)
-            sender.bind(f"{address}{rank}")
-            self._sockets.append(sender)
+            channel = self._context.socket(zmq.PAIR)
+            channel.set(zmq.LINGER, 0)
+            channel.set(zmq.SNDTIMEO, SEND_MS)
+            channel.bind(f"{address}{rank}")
+            self._sockets.append(channel)
             process = subprocess.Popen(
                 [sys.executable, "-m", "firstlight.engine.ranks", f"{address}{rank}", str(rank), store],
                 stdin=subprocess.PIPE,
@@ -105,52 +151,125 @@ class Followers:
             process.stdin.write(options.model_dump_json(exclude_unset=True).encode() + b"\n")
             process.stdin.flush()
             self._processes.append(process)
+        threading.Thread(target=self._watch, name="ranks-watch", daemon=True).start()
         try:
-            self.mesh = attach(Mesh.of(0, tp=self.size), 0, store, backend_of(rank_device(options, 0)))
+            self._receive()
+            self.mesh = join(options, 0, store)
         except BaseException:
             self.close()
             raise
 
+    def cache_bytes(self) -> int:
+        """Wait until all have loaded the model; what the fullest of their devices has for caches.
+
+        Raises FirstlightError if one has died or can't go on.
+        """
+        return min(report.cache_bytes for report in self._receive())
+
     def send_geometry(self, geometry: CacheGeometry) -> None:
-        """Tell the others how the cache is split: rank 0's arithmetic holds for all. Raises what `send` does."""
+        """Tell the others how the cache is split: rank 0's arithmetic holds for all. Raises what `send` does.
+
+        They make their executors then, whose first steps run on all ranks together.
+        """
         self._send(msgspec.msgpack.encode(geometry))
+
+    def lead(self, executor: Executor) -> LeadingExecutor:
+        """Wait until all are ready for plans; the executor of all ranks, from rank 0's own.
+
+        Raises FirstlightError if one has died, or couldn't capture what rank 0 captured.
+        """
+        self._executor = executor
+        for rank, report in enumerate(self._receive(), start=1):
+            if report.captured != executor.captured:
+                raise FirstlightError(
+                    f"rank {rank} of {self.size} captured {len(report.captured)} CUDA graphs, not the {len(executor.captured)} "
+                    "of rank 0, and steps must run alike on all ranks; their logs say why; --no-graphs runs without"
+                )
+        return LeadingExecutor(executor, self)
 
     def send(self, plan: StepPlan) -> None:
         """Have every follower execute a plan. Raises FirstlightError if one has died."""
         self._send(encode_plan(plan))
 
-    def _send(self, data: bytes) -> None:
-        self._check_alive()
-        for sender in self._sockets:
-            while True:
-                try:
-                    sender.send(data)
-                    break
-                except zmq.Again:  # it is behind, or dead: a socket without a peer would wait for ever
-                    self._check_alive()
-
-    def _check_alive(self) -> None:
-        for rank, process in enumerate(self._processes, start=1):
-            if (status := process.poll()) is not None:
-                raise FirstlightError(f"rank {rank} of {self.size} has died (exit status {status}); its log says why")
+    def check(self, seconds: float = 0.0) -> None:
+        """Raise FirstlightError if a follower has died, or does within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while (death := self._death()) is None:
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.01)
+        self._noticed.set()
+        raise FirstlightError(death)
 
     def close(self) -> None:
-        """End the processes."""
-        for sender in self._sockets:
+        """End the processes, and this one's part in the group."""
+        self._noticed.set()
+        for channel in self._sockets:
             try:
-                sender.send(STOP, zmq.NOBLOCK)
+                channel.send(STOP, zmq.NOBLOCK)
             except zmq.ZMQError:
                 continue  # that rank is gone already
+        deadline = time.monotonic() + STOP_SECONDS
+        # All ranks leave together. In a thread, since it can wait for ever for one that is dead or stuck.
+        leaving = threading.Thread(target=self._leave, name="ranks-leave", daemon=True)
+        leaving.start()
         for process in self._processes:
             try:
-                process.wait(STOP_SECONDS)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
             if process.stdin is not None:
                 process.stdin.close()
+        leaving.join(max(0.0, deadline - time.monotonic()))
+        if leaving.is_alive():
+            logger.warning("%s still waits for a rank that has ended", self._device)
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _leave(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        if self._executor is not None:
+            self._executor.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def _send(self, data: bytes) -> None:
+        self.check()
+        for channel in self._sockets:
+            while True:
+                try:
+                    channel.send(data)
+                    break
+                except zmq.Again:  # it is behind, or dead: a socket without a peer would wait for ever
+                    self.check()
+
+    def _receive(self) -> list[Report]:
+        """The next report of each follower."""
+        reports = []
+        for rank, channel in enumerate(self._sockets, start=1):
+            while not channel.poll(RECEIVE_MS):
+                if self._death() is not None and not channel.poll(RECEIVE_MS):
+                    self.check()
+            report = msgspec.msgpack.decode(channel.recv(), type=Report)
+            if report.error:
+                raise FirstlightError(f"rank {rank} of {self.size}: {report.error}")
+            reports.append(report)
+        return reports
+
+    def _death(self) -> str | None:
+        """Which follower has died, for people."""
+        for rank, process in enumerate(self._processes, start=1):
+            if (status := process.poll()) is not None:
+                return f"rank {rank} of {self.size} has died (exit status {status}); its log says why"
+        return None
+
+    def _watch(self) -> None:
+        while not self._noticed.wait(WATCH_SECONDS):
+            if (death := self._death()) is not None and not self._noticed.wait(NOTICE_SECONDS):
+                logger.critical("%s; this rank is stuck waiting for it, and ends too", death)
+                os._exit(1)
 
 
 class LeadingExecutor:
@@ -160,9 +279,15 @@ class LeadingExecutor:
         self.executor, self.followers = executor, followers
 
     def execute(self, plan: StepPlan) -> Pending:
-        """Start a plan on every rank."""
+        """Start a plan on every rank. Raises FirstlightError, as does waiting for the result, if a follower has died."""
         self.followers.send(plan)
-        return self.executor.execute(plan)
+        try:
+            pending = self.executor.execute(plan)
+        except RuntimeError:  # so a collective of gloo's ends if a rank is gone; the rank is what to tell of
+            self.followers.check(BREAK_SECONDS)
+            raise
+        pending.check = self.followers.check
+        return pending
 
 
 def _free_port() -> int:
@@ -179,30 +304,52 @@ def _end_with_parent(address: str) -> None:
     os._exit(1)
 
 
-def follow(address: str, rank: int, store: str, options: EngineOptions) -> None:
+def follow(channel: zmq.Socket[bytes], rank: int, store: str, options: EngineOptions) -> None:
     """A follower's life: join, load, then execute what rank 0 sends until told to stop."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    plans = context.socket(zmq.PULL)
-    plans.connect(address)
-    device = rank_device(options, rank)
-    mesh = attach(Mesh.of(rank, tp=options.tensor_parallel), rank, store, backend_of(device))
-    loaded: BoundModel = load_model(options, mesh, device)
-    data = plans.recv()
-    if data != STOP:  # rank 0 could load the model too
-        geometry = msgspec.msgpack.decode(data, type=CacheGeometry)
-        executor = Executor(loaded, allocate_caches(loaded, geometry), options.max_running, graphs=options.graphs)
-        while (data := plans.recv()) != STOP:
+
+    def report(report: Report) -> None:
+        channel.send(msgspec.msgpack.encode(report))
+
+    report(Report())
+    mesh = join(options, rank, store)
+    try:
+        loaded = load_model(options, mesh, rank_device(options, rank))
+        options = loaded.options
+        report(Report(cache_bytes=cache_bytes(options, loaded)))
+        data = channel.recv()
+        if data != STOP:  # rank 0 could load the model too
+            geometry = msgspec.msgpack.decode(data, type=CacheGeometry)
+            executor = Executor(loaded, allocate_caches(loaded, geometry), options.max_running, graphs=options.graphs)
+            report(Report(captured=executor.captured))
+    except Exception as error:
+        report(Report(error=str(error).strip() or type(error).__name__))
+        raise
+    if data != STOP:
+        while (data := channel.recv()) != STOP:
             executor.execute(decode_plan(data))
-    context.destroy(linger=0)
+        executor.close()
     torch.distributed.destroy_process_group()
 
 
 def main() -> None:
     """Entry point of a follower process."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal, and is rank 0's to answer
     address, rank, store = sys.argv[1:]
+    logging.basicConfig(format=f"firstlight rank {rank}: %(levelname)s: %(message)s")
     options = EngineOptions.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
-    follow(address, int(rank), store, options)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    channel = context.socket(zmq.PAIR)
+    channel.connect(address)
+    try:
+        follow(channel, int(rank), store, options)
+    except Exception:
+        logger.exception("stops")
+        context.destroy(linger=SEND_MS)
+        os._exit(1)  # at once: leaving in order would wait for kernels that wait for the other ranks
+    context.destroy(linger=0)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +17,9 @@ CPU_FEATURES = (
     "avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8",
     "asimd", "bf16", "sve",
 )  # fmt: skip
+
+GLUON_RELEASE = "3.6"
+"""Of Triton: the names in its Gluon still change from one release to the next."""
 
 
 def detect(device: str) -> Hardware:
@@ -41,8 +45,20 @@ def detect(device: str) -> Hardware:
         memory=properties.total_memory,
         multiprocessors=properties.multi_processor_count,
         l2=getattr(properties, "L2_cache_size", 0),
-        features=frozenset({"triton"} if triton_is_installed() else ()),
+        features=_triton_features(hip),
     )
+
+
+def _triton_features(hip: bool) -> frozenset[str]:
+    """ "triton", and "gluon" with the release whose Gluon our kernels are written in."""
+    if not triton_is_installed():
+        return frozenset()
+    try:
+        release = version("triton")
+    except PackageNotFoundError:  # on a path, but not installed
+        return frozenset({"triton"})
+    has_gluon = release.startswith(f"{GLUON_RELEASE}.") and not hip
+    return frozenset({"triton", "gluon"} if has_gluon else {"triton"})
 
 
 def triton_is_installed() -> bool:

@@ -58,7 +58,7 @@ def _gpu(
         links=links,
         dollars_per_hour=dollars,
         source=source,
-        features=frozenset({"triton"}),
+        features=frozenset({"triton"} if kind == "hip" else {"triton", "gluon"}),
     )
 
 

@@ -9,7 +9,7 @@ from firstlight.step import Bucket
 PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 """Prompt tokens in a step, by which a GPU's buckets rise."""
 MIXED_PROMPTS = 32
-"""Prompts in a step that a captured graph has room for; a step with more runs op by op."""
+"""Prompts in a step that a captured graph has room for, unless fewer run at a time; a step with more runs op by op."""
 GPU_DEFAULTS = {"page_size": 64, "step_tokens": 8192}
 """Of options that weren't given: kernels take a page's rows as one tile, and large steps fill a GPU."""
 
@@ -29,16 +29,15 @@ def bucket_ladder(options: EngineOptions, max_context: int, hardware: Hardware) 
     prompt tokens have room for all decode rows beside them.
     """
     rows = options.max_running
+    most = max(options.step_tokens, 2)  # a bucket for queries of one token is one for decode rows
     if hardware.kind == "cpu":
         decode = sorted({min(size, rows) for size in (1, 16)} | {rows})
-        bounds = [(size, size, 1) for size in decode] + [
-            (options.step_tokens, min(options.step_tokens, rows), options.step_tokens)
-        ]
+        bounds = [(size, size, 1) for size in decode] + [(most, min(most, rows), most)]
     else:
         decode = sorted({min(size, rows) for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)} | {rows})
-        prompts = sorted({size for size in PROMPT_TOKENS if size < options.step_tokens} | {options.step_tokens})
+        prompts = sorted({size for size in PROMPT_TOKENS if size < most} | {most})
         bounds = [(size, size, 1) for size in decode]
-        bounds += [(rows + size, rows + MIXED_PROMPTS, size) for size in prompts]
+        bounds += [(rows + size, rows + min(rows, MIXED_PROMPTS), size) for size in prompts]
     return tuple(
         Bucket(i, tokens, requests, query, max_context, requests) for i, (tokens, requests, query) in enumerate(bounds)
     )

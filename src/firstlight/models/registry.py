@@ -40,7 +40,10 @@ def refuse_predicted_only(config: Mapping[str, Any], path: str) -> None:
     """Raises ConfigError, naming the checkpoint's path, for a family that can't be run yet."""
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in PREDICTED_ONLY:
-        raise ConfigError(f"{path}: models of type {model_type!r} can be predicted (firstlight explain), not run yet")
+        raise ConfigError(
+            f"{path}: models of type {model_type!r} can be predicted (firstlight explain), not run yet; "
+            f"these run: {', '.join(sorted(FAMILIES.keys() - PREDICTED_ONLY))}"
+        )
 
 
 def family(config: Mapping[str, Any]) -> type[CausalModel]:

@@ -98,7 +98,7 @@ class Attention(Module):
         for part in parts:
             pages = part.pages(group)
             result = self.attend[part.kind][b](
-                q[part.tokens],
+                part.rows_of(q),
                 self.k_pages,
                 self.v_pages,
                 pages.pages,

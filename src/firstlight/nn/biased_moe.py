@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from firstlight.nn.mlp import MoE
 from firstlight.nn.module import Build
-from firstlight.step import StepBatch
 
 
 class BiasedMoE(MoE):
@@ -49,25 +50,9 @@ class BiasedMoE(MoE):
         if shared:
             self.declare_shared(build, f"{name}.shared_experts", hidden, shared)
 
-    def forward(self, step: StepBatch, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T, H], a partial sum over tensor-parallel (and expert-parallel) ranks."""
-        return self.mixture[step.bucket.index](
-            x,
-            self.router,
-            self.gate_up_proj,
-            self.down_proj,
-            self.shared_gate_up_proj,
-            self.shared_down_proj,
-            None,
-            live=step.live,
-            top_k=self.top_k,
-            scoring=self.scoring,
-            renormalise=self.renormalise,
-            bias=self.bias,
-            groups=self.groups,
-            top_groups=self.top_groups,
-            scale=self.scale,
-            first_expert=self.first_expert,
-        )
+    def choice(self) -> dict[str, Any]:
+        """How experts are chosen and weighted, as arguments of the op."""
+        groups = {"bias": self.bias, "groups": self.groups, "top_groups": self.top_groups, "scale": self.scale}
+        return super().choice() | groups
 
     bias: torch.Tensor

@@ -64,9 +64,9 @@ class ChannelDeltaNet(Module):
             slots = part.slots(self.cache_spec.group)
             results.append(
                 self.mix[part.kind][index](
-                    mixed[part.tokens],
-                    f[part.tokens],
-                    b[part.tokens],
+                    part.rows_of(mixed),
+                    part.rows_of(f),
+                    part.rows_of(b),
                     self.conv1d,
                     self.A_log,
                     self.dt_bias,

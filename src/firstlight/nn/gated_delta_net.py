@@ -89,17 +89,17 @@ class GatedDeltaNet(Module):
         b = step.bucket.index
         qkvz = self.in_proj_qkvz(step, x)
         ba = self.in_proj_ba(step, x)
-        mixed, z = qkvz[:, : self.channels], qkvz[:, self.channels :]
-        beta, a = ba[:, : self.value_heads], ba[:, self.value_heads :]
+        mixed, z = qkvz.split_with_sizes((self.channels, self.value_heads * self.value_dim), dim=1)
+        beta, a = ba.split_with_sizes((self.value_heads, self.value_heads), dim=1)
         results = []
         for part in step.parts:
             slots = part.slots(self.cache_spec.group)
             results.append(
                 self.mix[part.kind][b](
-                    mixed[part.tokens],
-                    z[part.tokens],
-                    a[part.tokens],
-                    beta[part.tokens],
+                    part.rows_of(mixed),
+                    part.rows_of(z),
+                    part.rows_of(a),
+                    part.rows_of(beta),
                     self.conv1d,
                     self.A_log,
                     self.dt_bias,

@@ -96,7 +96,7 @@ class LatentAttention(Module):
         for part in parts:
             pages = part.pages(self.cache_spec.group)
             result = self.attend[part.kind][b](
-                q[part.tokens],
+                part.rows_of(q),
                 self.latent_pages,
                 pages.pages,
                 pages.row,
@@ -109,7 +109,7 @@ class LatentAttention(Module):
                 max_query=part.max_query,
                 max_context=part.max_context,
                 absorbed=part.kind == "decode",
-                selected=None if selected is None else selected[part.tokens],
+                selected=None if selected is None else part.rows_of(selected),
                 out=None if out is None else out[part.tokens],
             )
             if out is None:

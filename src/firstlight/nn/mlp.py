@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from firstlight.nn.linear import COLUMNS, Linear
@@ -108,11 +110,13 @@ class MoE(Module):
             self.shared_down_proj,
             self.shared_gate,
             live=step.live,
-            top_k=self.top_k,
-            scoring=self.scoring,
-            renormalise=self.renormalise,
             first_expert=self.first_expert,
+            **self.choice(),
         )
+
+    def choice(self) -> dict[str, Any]:
+        """How experts are chosen and weighted, as arguments of the op."""
+        return {"top_k": self.top_k, "scoring": self.scoring, "renormalise": self.renormalise}
 
     router: torch.Tensor
     gate_up_proj: Weight

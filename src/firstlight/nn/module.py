@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -166,6 +167,12 @@ class Module(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight_specs: dict[str, WeightSpec] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward`, past torch's own call, which on the host takes as long as launching a kernel; unless there are hooks."""
+        if self._forward_hooks or self._forward_pre_hooks:
+            return super().__call__(*args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     def declare(self, attribute: str, spec: WeightSpec, dtype: torch.dtype | None = None) -> None:
         """Declare a weight; the attribute holds a meta tensor (or Packed of meta tensors) until it is loaded.

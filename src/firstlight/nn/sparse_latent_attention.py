@@ -58,8 +58,8 @@ class Indexer(Module):
         for part in parts:
             pages = part.pages(self.cache_spec.group)
             result = self.choose[part.kind][b](
-                q[part.tokens],
-                weights[part.tokens],
+                part.rows_of(q),
+                part.rows_of(weights),
                 self.key_pages,
                 pages.pages,
                 pages.row,

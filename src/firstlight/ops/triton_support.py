@@ -9,10 +9,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from firstlight.hardware import Hardware
+from firstlight.hardware.detect import GLUON_RELEASE
 from firstlight.ops.op import Call, Op
 from firstlight.quant import E4M3FNUZ, Packed
 
@@ -25,6 +29,17 @@ def unavailable(hardware: Hardware) -> str | None:
     if hardware.kind not in ("cuda", "hip"):
         return f"Triton kernels are for GPUs, and this is {hardware.name}"
     return None if hardware.has("triton") else "triton is not installed"
+
+
+def hopper_unavailable(hardware: Hardware) -> str | None:
+    """Why kernels in Gluon for Hopper's matrix units and TMA can't serve this hardware, or None."""
+    if reason := unavailable(hardware):
+        return reason
+    if hardware.architecture != "sm_90":
+        return f"serves sm_90, not {hardware.architecture}"
+    if not hardware.has("gluon"):
+        return f"is written in the Gluon of triton {GLUON_RELEASE}, and another release is installed"
+    return None
 
 
 def provide_fp8(
@@ -63,17 +78,29 @@ def provide_fp8(
     op.provide(f"{name}_fnuz", run, when=converted, layout=dict.fromkeys(weights, E4M3FNUZ.name), **properties)
 
 
+def cdiv(n: int, size: int) -> int:
+    """How many of `size` cover n. Triton's own, like its power of two, serves kernels as well and takes the host 5 us."""
+    return -(-n // size)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n; n from 1 on."""
+    return 1 << (n - 1).bit_length()
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side, at one a multiprocessor."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
 def register_limit(registers: int) -> dict[str, int]:
     """Launch option that caps a thread's registers, so that more programs share a multiprocessor; 0: no cap. NVIDIA only."""
-    import torch
-
     return {"maxnreg": registers} if registers and torch.version.hip is None else {}
 
 
 def read_tiles(kernel_file: str, name: str) -> list[dict[str, Any]]:
     """The rows of a tuning table beside a kernel for this torch's kind of GPU, ordered by `up_to` (None: all the rest)."""
-    import torch
-
     kind = "cuda" if torch.version.hip is None else "hip"
     rows: list[dict[str, Any]] = json.loads((Path(kernel_file).parent / name).read_text())[kind]
     bounds = [float("inf") if row["up_to"] is None else row["up_to"] for row in rows]

@@ -262,8 +262,10 @@ class HostedModel(torch.nn.Module):
         if self.position_rows > 1 and positions.dim() == 1:
             positions = positions.expand(self.position_rows, -1)
         zeros = self._zeros[:requests]
+        # Prompts of one token need a bucket for longer ones: where all rows are decode rows, nothing is bound for prompts.
+        query = max_query if decode_requests == requests else max(max_query, min(2, self.bounds.tokens))
         return StepBatch(
-            bucket=self.bucket(tokens, requests, max_query),
+            bucket=self.bucket(tokens, requests, query),
             ids=ids if ids.dtype == torch.int64 else ids.long(),
             positions=(positions if positions.dtype == torch.int64 else positions.long()).contiguous(),
             query_start=query_start,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from firstlight.hardware import Hardware
 from firstlight.predict.kernel_time import KernelTime
 from firstlight.predict.memory import Memory
 from firstlight.predict.step_time import StepModel, StepTime
@@ -169,17 +170,26 @@ def summary(
     return [Text(line) for line in lines]
 
 
-def memory_line(memory: Memory, requests: int, context: int) -> Text:
-    """Whether the batch fits, and what the pools are."""
-    if memory.geometry is None:
-        return Text(
-            f"Weights take {amount(memory.weights, 'B')} a GPU: they leave too little for one request", style="red"
-        )
+def misfit_line(memory: Memory, hardware: Hardware, requests: int, context: int, ways: Sequence[str]) -> Text:
+    """That the batch doesn't fit, and what would make it; `ways` are options of the command."""
+    text = f"Doesn't fit: weights take {amount(memory.weights, 'B')} of a GPU's {amount(hardware.memory, 'B')}"
+    if most := min(memory.requests(context), requests - 1):
+        text += f", the rest holds {counted(most, 'request')} of {counted(context, 'token')}, not {requests:,}"
+        ways = (*ways, f"--batch {most}")
+    elif memory.weights < hardware.memory:
+        text += f", the rest is too little for a request of {counted(context, 'token')}"
+    remedy = f"what would: {', or '.join(ways)}" if ways else "nor would it on more GPUs, or in FP8"
+    return Text(f"{text}; {remedy}. Priced as if it did.", style="red")
+
+
+def memory_line(memory: Memory, context: int) -> Text:
+    """What the pools are, and what they hold."""
+    assert memory.geometry is not None
     fits = memory.requests(context)
     slots = f", {counted(memory.geometry.slots, 'state slot')}" if memory.geometry.has_state else ""
     text = f"Weights {amount(memory.weights, 'B')} a GPU; {counted(memory.geometry.pages, 'page')} of {memory.geometry.page_size} tokens{slots}: "
     text += f"{counted(fits, 'request')} of {counted(context, 'token')} fit{'s' * (fits == 1)}"
-    return Text(text if fits >= requests else f"{text}, not {requests:,}", style="" if fits >= requests else "red")
+    return Text(text)
 
 
 def change_table(found: Iterable[Change], now: Change) -> Table:

@@ -47,6 +47,7 @@ class Metrics:
             "firstlight_pages_used", "KV pages in use: by running requests, or kept for reuse."
         )
         self._pages_capacity = self._gauge("firstlight_pages_capacity", "KV pages in all.")
+        self._page_size = self._gauge("firstlight_page_size", "Tokens of a KV page.")
         self._slots_used = self._gauge(
             "firstlight_slots_used", "State slots in use: by running requests, or kept as checkpoints."
         )
@@ -112,6 +113,7 @@ class Metrics:
             self._waiting.labels(service).set(stats.waiting.get(service, 0))
         self._pages_used.set(stats.pages_used)
         self._pages_capacity.set(stats.pages_capacity)
+        self._page_size.set(stats.page_size)
         self._slots_used.set(stats.slots_used)
         self._slots_capacity.set(stats.slots_capacity)
         self._device_reserved.set(stats.device_reserved_bytes)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from firstlight.ops.triton_launch import kernel
 
 BLOCK = 128
 """Rows of one program."""
 
 
-@triton.jit
+@kernel
 def advance_rows_kernel(
     length_ptr,
     last_token_ptr,

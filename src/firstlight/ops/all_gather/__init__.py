@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from firstlight.ops.op import NO_COST, Cost, Op, Shape
 from firstlight.parallel import Group
+from firstlight.parallel.groups import gather_into
 
 
 def body(x: Tensor, group: Group, *, dim: int) -> Tensor:
@@ -19,9 +19,10 @@ def body(x: Tensor, group: Group, *, dim: int) -> Tensor:
         return x
     if group.handle is None:
         raise ValueError(f"all_gather over {group.size} {group.axis} ranks: no process group is attached to {group}")
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size)]
-    torch.distributed.all_gather(parts, x.contiguous(), group=group.handle)
-    return torch.cat(parts, dim=dim)
+    parts = x.new_empty((group.size, *x.shape))
+    gather_into(parts.flatten(0, 1), x.contiguous(), group=group.handle)
+    dim %= x.dim()
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def abstract(x: Tensor, group: Group, *, dim: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from firstlight.ops.attention import torch_sdpa, triton_paged
+from firstlight.ops.attention import hopper_paged, torch_sdpa, triton_paged
 from firstlight.ops.op import Cost, Op, Shape
 
 
@@ -145,3 +145,4 @@ def _smaller(a: float, b: float) -> float:
 attention = Op("attention", body, abstract=abstract, cost=cost, mutates={"out": ""})
 attention.provide("torch_sdpa", torch_sdpa.run, when=torch_sdpa.when, workspace=torch_sdpa.workspace)
 attention.provide("triton_paged", triton_paged.run, when=triton_paged.when, rank=5, workspace=triton_paged.workspace)
+attention.provide("hopper_paged", hopper_paged.run, when=hopper_paged.when, rank=6)

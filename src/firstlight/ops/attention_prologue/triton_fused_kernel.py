@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from firstlight.ops.triton_launch import kernel
+
 
 @triton.jit
 def scaled(x, weight, rms, dtype: tl.constexpr, weight_dtype: tl.constexpr, ZERO_CENTRED: tl.constexpr):
@@ -51,7 +53,7 @@ def turned(
     return (x.to(tl.float32) * cos + other.to(tl.float32) * sin).to(dtype)
 
 
-@triton.jit
+@kernel
 def attention_prologue_kernel(
     qkv_ptr,
     q_norm_ptr,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_support import cdiv, power_of_two
 
 BLOCK = 1024
 
 
-@triton.jit
+@kernel
 def copy_rows(
     table_ptr, index_ptr, y_ptr, rows, D, start, table_stride, BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -31,9 +31,9 @@ def rows(table: Tensor, index: Tensor, start: int, dtype: torch.dtype) -> Tensor
     """table [V, D], columns adjacent; index [N] int32 or int64 -> [N, D]."""
     count, size = index.shape[0], table.shape[1]
     y = torch.empty((count, size), dtype=dtype, device=table.device)
-    block = min(BLOCK, triton.next_power_of_2(size))
+    block = min(BLOCK, power_of_two(size))
     if count:
-        copy_rows[(count, triton.cdiv(size, block))](
+        copy_rows[(count, cdiv(size, block))](
             table, index.contiguous(), y, table.shape[0], size, start, table.stride(0), BLOCK_D=block,
             **dependent_launch(table),
         )  # fmt: skip

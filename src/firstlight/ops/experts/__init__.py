@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from firstlight.ops.experts import torch_grouped, triton_few, triton_grouped
+from firstlight.ops.experts import hopper_grouped, torch_grouped, triton_few, triton_grouped
 from firstlight.ops.experts.assignment import sort_by_expert, weighted_sum
 from firstlight.ops.op import Cost, Op, Shape
 from firstlight.ops.triton_support import provide_fp8
@@ -63,6 +63,9 @@ def cost(
 
 experts = Op("experts", body, abstract=abstract, cost=cost)
 experts.provide("torch_grouped", torch_grouped.run, when=torch_grouped.when, rank=3, workspace=torch_grouped.workspace)
+experts.provide(
+    "hopper_grouped", hopper_grouped.run, when=hopper_grouped.when, rank=5, workspace=hopper_grouped.workspace
+)
 for _name, _file, _rank in (("triton_few", triton_few, 4), ("triton_grouped", triton_grouped, 2)):
     provide_fp8(
         experts,

@@ -9,15 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from firstlight.ops.linear.triton_skinny_kernels import divisor, parts_of, scaled_input
+from firstlight.ops.triton_launch import kernel
+from firstlight.ops.triton_support import cdiv, power_of_two
 from firstlight.quant import Packed, Weight
 
 
-@triton.jit
+@kernel
 def gate_and_up(
     x_ptr, experts_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, hidden_ptr,
     H, x_stride_t, w_stride_e, w_stride_n, scale_stride_e, scale_stride_n, shared_stride_n, shared_scale_stride_n,
@@ -68,7 +69,7 @@ def gate_and_up(
         tl.store(p_hidden, b_h.to(hidden_ptr.dtype.element_ty), mask=m_i)
 
 
-@triton.jit
+@kernel
 def down_and_sum(
     hidden_ptr, experts_ptr, weights_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, share_ptr, y_ptr,
     H, w_stride_e, w_stride_n, shared_stride_n, scale_stride_e, scale_stride_n, shared_scale_stride_n,
@@ -155,8 +156,8 @@ def experts(
     }  # fmt: skip
     # A tile of rows has one scale: it divides the block, and the halves gate | up start where a tile does.
     block_i = divisor(up_block[0] | size | (shared_size or size), tuning.get("block_i", 4))
-    block_k = min(triton.next_power_of_2(hidden_size), tuning.get("block_k", 1024))
-    gate_and_up[(triton.cdiv(row, block_i), tokens * slots)](
+    block_k = min(power_of_two(hidden_size), tuning.get("block_k", 1024))
+    gate_and_up[(cdiv(row, block_i), tokens * slots)](
         x, w_ptr=up_data, scale_ptr=up_scale, shared_ptr=shared_up, shared_scale_ptr=shared_up_scale,
         x_stride_t=x.stride(0), w_stride_e=up_data.stride(0), w_stride_n=up_data.stride(1),
         scale_stride_e=up_scale.stride(0), scale_stride_n=up_scale.stride(1),
@@ -165,14 +166,14 @@ def experts(
         num_warps=tuning.get("num_warps", 2), **common,
     )  # fmt: skip
     block_h = divisor(down_block[0], tuning.get("block_h", 8))
-    down_and_sum[(triton.cdiv(hidden_size, block_h), tokens)](
+    down_and_sum[(cdiv(hidden_size, block_h), tokens)](
         weights_ptr=weights, w_ptr=down_data, scale_ptr=down_scale, shared_ptr=shared_down,
         shared_scale_ptr=shared_down_scale, share_ptr=x if share is None else share, y_ptr=y,
         w_stride_e=down_data.stride(0), w_stride_n=down_data.stride(1), shared_stride_n=shared_down.stride(-2),
         scale_stride_e=down_scale.stride(0), scale_stride_n=down_scale.stride(1),
         shared_scale_stride_n=shared_down_scale.stride(-2), BLOCK_H=block_h,
-        CHOICES=triton.next_power_of_2(top_k), HAS_SHARE=share is not None,
-        BLOCK_I=min(triton.next_power_of_2(row), 512), SCALE_ROWS=down_block[0], SCALE_COLUMNS=down_block[1],
+        CHOICES=power_of_two(top_k), HAS_SHARE=share is not None,
+        BLOCK_I=min(power_of_two(row), 512), SCALE_ROWS=down_block[0], SCALE_COLUMNS=down_block[1],
         num_warps=tuning.get("down_warps", 4), **common,
     )  # fmt: skip
     return y

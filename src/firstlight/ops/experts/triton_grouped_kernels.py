@@ -18,8 +18,8 @@ from firstlight.ops.experts.triton_list_kernels import Lists, listed, pairs_of, 
 from firstlight.ops.experts.triton_sum_kernel import summed
 from firstlight.ops.linear.triton_quantise import LEAST, quantised
 from firstlight.ops.linear.triton_skinny_kernels import parts_of
-from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
-from firstlight.ops.triton_support import read_tiles, tile_for
+from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_support import cdiv, read_tiles, tile_for
 from firstlight.quant import Packed, Weight
 
 
@@ -104,7 +104,7 @@ def gate_and_up_tile(
         tl.store(p_hidden, b_hidden.to(hidden_ptr.dtype.element_ty), mask=m_hidden)
 
 
-@triton.jit
+@kernel
 def gate_and_up(
     x_ptr, x_scale_ptr, list_ptr, tile_ptr, tiles_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, hidden_ptr,
     hidden_scale_ptr, T, H, local_experts, x_stride_t, x_scale_stride_t, w_stride_e, w_stride_n, scale_stride_e,
@@ -174,7 +174,7 @@ def down_tile(
             b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
 
 
-@triton.jit
+@kernel
 def down(
     hidden_ptr, hidden_scale_ptr, list_ptr, tile_ptr, tiles_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, y_ptr,
     T, H, local_experts, w_stride_e, w_stride_n, scale_stride_e, scale_stride_n, shared_stride_n, shared_scale_stride_n,
@@ -267,23 +267,23 @@ def multiplied(
         "shared_stride_n": shared_down.stride(-2), "shared_scale_stride_n": shared_down_scale.stride(-2),
         "BLOCK_N": shape["block_n"], "num_warps": shape["down_warps"], "num_stages": shape["down_stages"], **common,
     }  # fmt: skip
-    shared_tiles = triton.cdiv(tokens, block_m) if shared else 0
+    shared_tiles = cdiv(tokens, block_m) if shared else 0
     if "n_tiles" not in shape:
         counts: dict[str, Any] = {"count_ptr": lists.count, "shared_tiles": shared_tiles}
         rows = shared_tiles + local_experts
-        thin.gate_and_up[(triton.cdiv(row, shape["block_i"]), rows)](**up_arguments, **counts)
-        thin.down[(triton.cdiv(hidden_size, shape["block_n"]), rows)](**down_arguments, **counts)
+        thin.gate_and_up[(cdiv(row, shape["block_i"]), rows)](**up_arguments, **counts)
+        thin.down[(cdiv(hidden_size, shape["block_n"]), rows)](**down_arguments, **counts)
     else:
         pairs = tokens * top_k
-        bound = min(pairs, triton.cdiv(pairs, block_m) + local_experts) + shared_tiles
+        bound = min(pairs, cdiv(pairs, block_m) + local_experts) + shared_tiles
         tile, tiles = tiled(lists, block_m, bound, shared is not None)
         wide: dict[str, Any] = {
             "tile_ptr": tile, "tiles_ptr": tiles, "local_experts": local_experts, "BLOCK_K": 128 if packed else 64,
             "HAS_SCALE": packed,
         }  # fmt: skip
         columns = shape["block_i"] * (2 if packed else 1)
-        gate_and_up[(triton.cdiv(row, columns), bound)](**up_arguments, **wide)
-        down[(triton.cdiv(hidden_size, shape["block_n"] * shape["n_tiles"]), bound)](
+        gate_and_up[(cdiv(row, columns), bound)](**up_arguments, **wide)
+        down[(cdiv(hidden_size, shape["block_n"] * shape["n_tiles"]), bound)](
             **down_arguments, N_TILES=shape["n_tiles"], **wide
         )
     return products

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_support import cdiv, power_of_two
 
 COUNT_STRIDE = tl.constexpr(32)
 """Counters stand in cache lines of their own, or the units that add to them would wait for each other."""
@@ -27,7 +28,7 @@ def append_pairs(count_ptr, list_ptr, b_expert, o_pair, m_local, tokens):
     tl.store(list_ptr + b_expert.to(tl.int64) * tokens + b_rank, o_pair, mask=m_local)
 
 
-@triton.jit
+@kernel
 def list_pairs(
     experts_ptr, count_ptr, list_ptr, tokens, first_expert, local_experts,
     TOP_K: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
@@ -40,7 +41,7 @@ def list_pairs(
     append_pairs(count_ptr, list_ptr, b_expert, o_pair, m_local, tokens)
 
 
-@triton.jit
+@kernel
 def plan_tiles(
     count_ptr, tile_ptr, tiles_ptr, tokens, local_experts,
     BINS: tl.constexpr, BLOCK_M: tl.constexpr, HAS_SHARED: tl.constexpr, PDL: tl.constexpr,
@@ -96,7 +97,7 @@ def listed(chosen: Tensor, first_expert: int, local_experts: int) -> Lists:
     lists = empty_lists(tokens, local_experts, top_k, chosen.device)
     lists.count.zero_()
     part = 128
-    list_pairs[(triton.cdiv(tokens * top_k, part),)](
+    list_pairs[(cdiv(tokens * top_k, part),)](
         chosen, lists.count, lists.entries, tokens, first_expert, local_experts,
         TOP_K=top_k, PART=part, **dependent_launch(chosen),
     )  # fmt: skip
@@ -109,7 +110,7 @@ def tiled(lists: Lists, block_m: int, bound: int, has_shared: bool) -> tuple[Ten
     tile = torch.empty((bound, 3), dtype=torch.int32, device=lists.count.device)
     tiles = torch.empty(1, dtype=torch.int32, device=lists.count.device)
     plan_tiles[(1,)](
-        lists.count, tile, tiles, tokens, local_experts, BINS=triton.next_power_of_2(local_experts + 1),
+        lists.count, tile, tiles, tokens, local_experts, BINS=power_of_two(local_experts + 1),
         BLOCK_M=block_m, HAS_SHARED=has_shared, **dependent_launch(lists.count),
     )  # fmt: skip
     return tile, tiles

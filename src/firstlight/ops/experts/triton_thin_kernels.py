@@ -12,7 +12,7 @@ import triton.language as tl
 
 from firstlight.ops.experts.triton_list_kernels import COUNT_STRIDE, pairs_of
 from firstlight.ops.linear.triton_quantise import quantise_tokens
-from firstlight.ops.triton_launch import wait_for_inputs
+from firstlight.ops.triton_launch import kernel, wait_for_inputs
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def rows_to_do(count_ptr, i_row, tokens, shared_tiles, BLOCK_M: tl.constexpr, HA
     return expert, is_shared, first, end
 
 
-@triton.jit
+@kernel
 def gate_and_up(
     x_ptr, x_scale_ptr, count_ptr, list_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, hidden_ptr,
     hidden_scale_ptr, T, H, shared_tiles, x_stride_t, x_scale_stride_t, w_stride_e, w_stride_n, scale_stride_e,
@@ -90,7 +90,7 @@ def gate_and_up(
             tl.store(hidden_ptr + o_p[None, :] * ROW + o_i[:, None], b_hidden, mask=m_m[None, :])
 
 
-@triton.jit
+@kernel
 def down(
     hidden_ptr, hidden_scale_ptr, count_ptr, list_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, y_ptr,
     T, H, shared_tiles, w_stride_e, w_stride_n, scale_stride_e, scale_stride_n, shared_stride_n, shared_scale_stride_n,

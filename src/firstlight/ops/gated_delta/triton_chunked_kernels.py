@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from firstlight.ops.gated_delta.triton_decode_kernel import LOG2_E, find_export, silu, softplus
+from firstlight.ops.triton_launch import kernel
 
 
 @triton.jit
@@ -124,7 +125,7 @@ def convolve_tokens(
         x2 = x6
 
 
-@triton.jit
+@kernel
 def convolutions_kernel(
     mixed_ptr,
     conv_weight_ptr,
@@ -227,7 +228,7 @@ def unit_lower_inverse(A, CHUNK: tl.constexpr, dtype: tl.constexpr):
     return X
 
 
-@triton.jit
+@kernel
 def matrices_kernel(
     columns_ptr,
     a_ptr,
@@ -318,7 +319,7 @@ def store_windows(
             tl.store(target_ptr + o_c * conv_stride_c + j * conv_stride_w, column, mask=inside)
 
 
-@triton.jit
+@kernel
 def windows_kernel(
     mixed_ptr,
     conv_pool_ptr,
@@ -368,7 +369,7 @@ def windows_kernel(
         )
 
 
-@triton.jit
+@kernel
 def norm_kernel(
     out_ptr,
     z_ptr,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from firstlight.ops.triton_launch import kernel
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -83,7 +85,7 @@ def gate_row(o, row_ptr, z_ptr, norm_weight_ptr, eps, V: tl.constexpr, ROUND_PRO
     tl.store(row_ptr + o_v, (product * silu(tl.load(z_ptr + o_v).to(tl.float32))).to(o.dtype))
 
 
-@triton.jit
+@kernel
 def prepare_kernel(
     mixed_ptr,
     a_ptr,
@@ -261,7 +263,7 @@ def export_state(
         found, row, after, slot = find_export(exports_ptr, exports_count, i_r, row, BLOCK_E)
 
 
-@triton.jit
+@kernel
 def streaming_kernel(
     columns_ptr,
     gates_ptr,

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from firstlight.ops.gated_delta.triton_chunked_kernels import chunks_before
 from firstlight.ops.gated_delta.triton_decode_kernel import find_export, silu
+from firstlight.ops.triton_launch import kernel
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def chunk_updates(S, k, v, X, E):
     return tl.dot((-held).to(k.dtype), tl.trans(X), u, input_precision="ieee")
 
 
-@triton.jit
+@kernel
 def transitions_kernel(
     columns_ptr,
     inverse_ptr,
@@ -104,7 +105,7 @@ def transitions_kernel(
         tl.store(transitions_ptr + i_m * (K * K) + (o_v - V)[:, None] * K + o_k[None, :], S)
 
 
-@triton.jit
+@kernel
 def fold_kernel(
     state_pool_ptr,
     query_start_ptr,
@@ -181,7 +182,7 @@ def next_export(exports_ptr, exports_count, i_r, chunk, BLOCK_E: tl.constexpr, C
     return tl.min(tl.where(mine, at, 2**30), 0)
 
 
-@triton.jit
+@kernel
 def states_kernel(
     columns_ptr,
     inverse_ptr,
@@ -306,7 +307,7 @@ def states_kernel(
         tl.store(state_pool_ptr + target * state_stride_slot + o_s, S)
 
 
-@triton.jit
+@kernel
 def exports_kernel(
     columns_ptr,
     decays_ptr,

@@ -53,4 +53,4 @@ def run(x: Tensor, weight: Packed, bias: Tensor | None = None, *, dtype: torch.d
     data, scale = weight.parts["data"], weight.parts["scale"].float()
     rows, row_scale = quantised(x if x.stride(1) == 1 else x.contiguous(), data.dtype, column_major=True)
     y = torch._scaled_mm(rows, data.t(), scale_a=row_scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
-    return y[:tokens]
+    return y[:tokens] if missing else y

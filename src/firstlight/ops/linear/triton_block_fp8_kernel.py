@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from firstlight.ops.linear.triton_quantise import quantised
-from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
-from firstlight.ops.triton_support import read_tiles, register_limit, tile_for
+from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_support import cdiv, read_tiles, register_limit, tile_for
 from firstlight.quant import Packed
 
 
-@triton.jit
+@kernel
 def multiply(
     x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, T, N, K, x_scale_stride_t, w_stride_n, scale_stride_n,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TILES_TOGETHER: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -54,7 +53,7 @@ def multiply(
     )
 
 
-@triton.jit
+@kernel
 def multiply_thin(
     x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, T, N, K, x_scale_stride_t, w_stride_n, scale_stride_n,
     part_columns, y_stride_part,
@@ -88,7 +87,7 @@ def multiply_thin(
     tl.store(p_y, b_acc.to(y_ptr.dtype.element_ty), mask=m_t[None, :] & m_n[:, None])
 
 
-@triton.jit
+@kernel
 def add_parts(
     parts_ptr, bias_ptr, y_ptr, N, parts, part_stride,
     BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -120,7 +119,7 @@ def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
     tokens, columns = x.shape
     rows = weight.shape[0]
     data, scale = weight.parts["data"], weight.parts["scale"]
-    narrow = triton.cdiv(rows, 128) * triton.cdiv(tokens, 64) < LEAST_WIDE
+    narrow = cdiv(rows, 128) * cdiv(tokens, 64) < LEAST_WIDE
     shape = tile_for(NARROW if narrow else TILES, tokens) | tuning
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
     if not tokens:
@@ -132,20 +131,20 @@ def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
         "BLOCK_T": shape["block_t"], "BLOCK_N": shape["block_n"], "HAS_BIAS": bias is not None,
         "num_warps": shape["warps"], "num_stages": shape["stages"],
     }  # fmt: skip
-    tiles_n, tiles_t = triton.cdiv(rows, shape["block_n"]), triton.cdiv(tokens, shape["block_t"])
+    tiles_n, tiles_t = cdiv(rows, shape["block_n"]), cdiv(tokens, shape["block_t"])
     if "together" not in shape:
         # Few column tiles leave multiprocessors idle: cut K, so that there are about PROGRAMS of them.
         steps = columns // 128
         wanted = max(1, round(PROGRAMS / (tiles_n * tiles_t)))
-        per_part = triton.cdiv(steps, shape.get("parts", min(MOST_PARTS, wanted)))
-        parts = triton.cdiv(steps, per_part)
+        per_part = cdiv(steps, shape.get("parts", min(MOST_PARTS, wanted)))
+        parts = cdiv(steps, per_part)
         partial = torch.empty((parts, tokens, rows), dtype=torch.float32, device=x.device) if parts > 1 else y
         options = common | {"HAS_BIAS": bias is not None and parts == 1}
         multiply_thin[(tiles_n, parts, tiles_t)](
             *arguments[:5], partial, *arguments[6:], part_columns=per_part * 128, y_stride_part=tokens * rows, **options
         )
         if parts > 1:
-            add_parts[(tokens, triton.cdiv(rows, 512))](
+            add_parts[(tokens, cdiv(rows, 512))](
                 partial, arguments[4], y, rows, parts, tokens * rows, BLOCK_N=512, HAS_BIAS=bias is not None,
                 **dependent_launch(x),
             )  # fmt: skip

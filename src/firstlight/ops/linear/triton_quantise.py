@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_support import cdiv, power_of_two
 
 LEAST = tl.constexpr(1e-10)
 """Least maximum of a group: a group of zeros has a scale, and its elements are zeros."""
@@ -32,7 +33,7 @@ def quantise_tokens(b_x, DTYPE: tl.constexpr):
     return tl.clamp(b_x / b_scale[None, :], -LIMIT, LIMIT).to(DTYPE), b_scale
 
 
-@triton.jit
+@kernel
 def quantise_rows(
     x_ptr, y_ptr, scale_ptr, T, K, x_stride_t, scale_stride_t, scale_stride_k,
     BLOCK_T: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
@@ -55,14 +56,14 @@ def quantise_rows(
 def quantised(x: Tensor, dtype: torch.dtype, column_major: bool = False) -> tuple[Tensor, Tensor]:
     """(x in `dtype` [T, K], scale float32 [T, ceil(K / 128)]); column_major: tokens of a group's scales are neighbours."""
     tokens, columns = x.shape
-    groups = triton.cdiv(columns, 128)
+    groups = cdiv(columns, 128)
     y = torch.empty((tokens, columns), dtype=dtype, device=x.device)
     shape = (groups, tokens) if column_major else (tokens, groups)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     scale = scale.t() if column_major else scale
-    share = min(triton.next_power_of_2(groups), 16)
+    share = min(power_of_two(groups), 16)
     block_t = max(1, 32 // share) if tokens >= 1024 else 1
-    quantise_rows[(triton.cdiv(tokens, block_t), triton.cdiv(groups, share))](
+    quantise_rows[(cdiv(tokens, block_t), cdiv(groups, share))](
         x, y, scale, tokens, columns, x.stride(0), scale.stride(0), scale.stride(1), BLOCK_T=block_t, GROUPS=share,
         **dependent_launch(x),
     )  # fmt: skip

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_support import cdiv, power_of_two
 from firstlight.quant import Packed, Weight
 
 
@@ -25,7 +26,7 @@ def scaled_input(
     return b_x.reshape(BLOCK_K)
 
 
-@triton.jit
+@kernel
 def multiply(
     x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr,
     N, K, x_stride_t, w_stride_n, scale_stride_n,
@@ -78,13 +79,11 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, 
         return torch.cat([product(half, weight, bias, dtype, **tuning) for half in halves])
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
     wide = columns >= 4096 and data.element_size() == 1
-    block_k = tuning.get(
-        "block_k", min(triton.next_power_of_2(columns), 4096 if wide else 1024 if rows >= 4096 else 2048)
-    )
+    block_k = tuning.get("block_k", min(power_of_two(columns), 4096 if wide else 1024 if rows >= 4096 else 2048))
     block_n = tuning.get("block_n", 8 if rows >= 4096 else 4 if rows >= 1024 else 2)
     block_n = divisor(block[0], block_n)
     warps = tuning.get("num_warps", 8 if wide else 2 if rows >= 4096 and data.element_size() == 1 else 4)
-    multiply[(triton.cdiv(rows, block_n),)](
+    multiply[(cdiv(rows, block_n),)](
         x, data, scale, x if bias is None else bias, y, rows, columns,
         x_stride_t=x.stride(0), w_stride_n=data.stride(0), scale_stride_n=scale.stride(0),
         TOKENS=tokens, BLOCK_N=block_n, BLOCK_K=block_k, SCALE_ROWS=block[0], SCALE_COLUMNS=block[1],

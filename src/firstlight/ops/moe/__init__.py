@@ -9,7 +9,7 @@ from torch import Tensor
 from firstlight.ops.add import add
 from firstlight.ops.experts import experts
 from firstlight.ops.linear import linear
-from firstlight.ops.moe import triton_few, triton_grouped
+from firstlight.ops.moe import hopper_grouped, triton_few, triton_grouped
 from firstlight.ops.op import Op
 from firstlight.ops.route import route
 from firstlight.ops.sigmoid_mul import sigmoid_mul
@@ -92,6 +92,7 @@ moe = Op(
         "add": add,
     },
 )
+moe.provide("hopper_grouped", hopper_grouped.run, when=hopper_grouped.when, rank=4, workspace=hopper_grouped.workspace)
 WEIGHTS = ("gate_up", "down", "shared_gate_up", "shared_down")
 provide_fp8(moe, "triton_few", triton_few.run, when=triton_few.when, weights=WEIGHTS, rank=2)
 provide_fp8(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from firstlight.ops.experts.triton_list_kernels import COUNT_STRIDE, Lists
 from firstlight.ops.linear.triton_quantise import quantise_columns
-from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_support import cdiv, power_of_two
 
 
-@triton.jit
+@kernel
 def multiply_parts(
     x_ptr, router_ptr, gate_ptr, parts_ptr, quantised_ptr, x_scale_ptr, count_ptr,
     T, H, E, local_experts, x_stride_t, router_stride_n, parts_stride_part, parts_stride_t,
@@ -72,8 +72,8 @@ def router_parts(
     tokens, hidden_size = x.shape
     experts = router.shape[0]
     groups, block_e = tuning.get("groups", 2), tuning.get("block_e", 16)
-    block_t = tuning.get("block_t", min(64, max(16, triton.next_power_of_2(tokens))))
-    parts = triton.cdiv(hidden_size, 128 * groups)
+    block_t = tuning.get("block_t", min(64, max(16, power_of_two(tokens))))
+    parts = cdiv(hidden_size, 128 * groups)
     columns = -(-(experts + 1) // 16) * 16
     sums = torch.empty((parts, tokens, columns), dtype=torch.float32, device=x.device)
     source, scale = x, x
@@ -81,10 +81,10 @@ def router_parts(
         source = torch.empty((tokens, hidden_size), dtype=dtype, device=x.device)
         scale = torch.empty((tokens, hidden_size // 128), dtype=torch.float32, device=x.device)
     rows = experts + (gate is not None)
-    multiply_parts[(triton.cdiv(rows, block_e), parts, triton.cdiv(tokens, block_t))](
+    multiply_parts[(cdiv(rows, block_e), parts, cdiv(tokens, block_t))](
         x, router, router if gate is None else gate, sums, source, scale, lists.count, tokens, hidden_size, experts,
         lists.entries.shape[0], x.stride(0), router.stride(0), sums.stride(0), sums.stride(1),
-        BLOCK_T=block_t, BLOCK_E=block_e, GROUPS=groups, COUNTS=triton.next_power_of_2(lists.entries.shape[0]),
+        BLOCK_T=block_t, BLOCK_E=block_e, GROUPS=groups, COUNTS=power_of_two(lists.entries.shape[0]),
         HAS_GATE=gate is not None, QUANTISE=dtype is not None, num_warps=tuning.get("warps", 4), **dependent_launch(x),
     )  # fmt: skip
     return sums, (source, scale)

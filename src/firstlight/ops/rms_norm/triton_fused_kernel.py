@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_support import cdiv, power_of_two
 
 
 @triton.jit
@@ -19,7 +20,7 @@ def scaled(b_x, b_weight, D, eps, DTYPE: tl.constexpr, ZERO_CENTRED: tl.constexp
     return (b_y.to(DTYPE).to(tl.float32) * b_weight[None, :]).to(DTYPE)
 
 
-@triton.jit
+@kernel
 def norm_rows(
     x_ptr, weight_ptr, y_ptr, rows, heads, D, eps, x_stride_t, x_stride_h,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ZERO_CENTRED: tl.constexpr, PDL: tl.constexpr,
@@ -36,7 +37,7 @@ def norm_rows(
     tl.store(y_ptr + o_r[:, None] * D + o_d[None, :], b_y, mask=mask)
 
 
-@triton.jit
+@kernel
 def add_and_norm_rows(
     x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, D, eps, x_stride_t, residual_stride_t,
     BLOCK_D: tl.constexpr, ZERO_CENTRED: tl.constexpr, PDL: tl.constexpr,
@@ -55,7 +56,7 @@ def add_and_norm_rows(
     tl.store(y_ptr + i_t * D + o_d, b_y, mask=mask)
 
 
-@triton.jit
+@kernel
 def norm_and_gate_rows(
     x_ptr, gate_ptr, weight_ptr, y_ptr, rows, heads, D, eps, x_stride_t, x_stride_h, gate_stride_t, gate_stride_h,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
@@ -92,10 +93,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tenso
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, heads = as_heads(x)
     rows, size = x.shape[0] * heads, x.shape[2]
-    block_d = triton.next_power_of_2(size)
+    block_d = power_of_two(size)
     block_r = rows_together(block_d)
     if rows:
-        norm_rows[(triton.cdiv(rows, block_r),)](
+        norm_rows[(cdiv(rows, block_r),)](
             x, weight, y, rows, heads, size, eps, x.stride(0), x.stride(1),
             BLOCK_R=block_r, BLOCK_D=block_d, ZERO_CENTRED=zero_centred, num_warps=4 if block_d <= 4096 else 8, **dependent_launch(x),
         )  # fmt: skip
@@ -107,7 +108,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_c
     tokens, size = x.shape
     y = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
     total = torch.empty_like(y)
-    block_d = triton.next_power_of_2(size)
+    block_d = power_of_two(size)
     if tokens:
         add_and_norm_rows[(tokens,)](
             x, residual, weight, y, total, size, eps, x.stride(0), residual.stride(0),
@@ -122,10 +123,10 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     wide = torch.promote_types(x.dtype, weight.dtype)
     (x, heads), (gate, _) = as_heads(x), as_heads(gate)
     rows, size = x.shape[0] * heads, x.shape[2]
-    block_d = triton.next_power_of_2(size)
+    block_d = power_of_two(size)
     block_r = rows_together(block_d)
     if rows:
-        norm_and_gate_rows[(triton.cdiv(rows, block_r),)](
+        norm_and_gate_rows[(cdiv(rows, block_r),)](
             x, gate, weight, y, rows, heads, size, eps, x.stride(0), x.stride(1), gate.stride(0), gate.stride(1),
             BLOCK_R=block_r, BLOCK_D=block_d, WIDE=getattr(tl, str(wide).removeprefix("torch.")),
             num_warps=4 if block_d <= 4096 else 8, **dependent_launch(x),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from firstlight.ops.triton_launch import kernel
 
 BLOCK_T = 16
 """Tokens of one program."""
 
 
-@triton.jit
+@kernel
 def rope_angles_kernel(
     positions_ptr,
     inv_freq_ptr,

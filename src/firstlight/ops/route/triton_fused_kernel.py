@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from firstlight.ops.experts.triton_list_kernels import Lists, append_pairs
-from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_support import power_of_two
 
 
-@triton.jit
+@kernel
 def choose(
     logits_ptr, bias_ptr, live_ptr, x_ptr, gate_ptr, weights_ptr, experts_ptr, share_ptr, count_ptr, list_ptr,
     logits_stride_part, logits_stride_t, x_stride_t, H, scale, parts, first_expert, local_experts, slots,
@@ -117,10 +117,10 @@ def choose_experts(
             weights, chosen, share, count, entries, logits_stride_part=logits.stride(0),
             logits_stride_t=logits.stride(1), x_stride_t=source.stride(0), H=source.shape[1], scale=scale, parts=parts,
             first_expert=first_expert, local_experts=entries.shape[0], slots=lists.slots if lists else 0,
-            E=experts, BLOCK_E=triton.next_power_of_2(experts), TOP_K=top_k,
-            BLOCK_CHOICES=triton.next_power_of_2(top_k), SIGMOID=scoring == "sigmoid", RENORMALISE=renormalise,
-            HAS_BIAS=bias is not None, HAS_LIVE=live is not None, HAS_GATE=gate is not None, BLOCK_H=min(2048, triton.next_power_of_2(source.shape[1])),
-            SUMMED=summed, MOST_PARTS=triton.next_power_of_2(parts),
+            E=experts, BLOCK_E=power_of_two(experts), TOP_K=top_k,
+            BLOCK_CHOICES=power_of_two(top_k), SIGMOID=scoring == "sigmoid", RENORMALISE=renormalise,
+            HAS_BIAS=bias is not None, HAS_LIVE=live is not None, HAS_GATE=gate is not None, BLOCK_H=min(2048, power_of_two(source.shape[1])),
+            SUMMED=summed, MOST_PARTS=power_of_two(parts),
             DTYPE=getattr(tl, str(dtype).removeprefix("torch.")), HAS_LISTS=lists is not None,
             num_warps=1 if experts <= 1024 else 4, **dependent_launch(logits),
         )  # fmt: skip

@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from firstlight.ops.sample.triton_split import CANDIDATES, MOST_PARTS
-from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_support import cdiv, power_of_two
 
 BLOCK = 2048
 BUCKETS = tl.constexpr(1024)
@@ -83,7 +84,7 @@ def uses_filters(temperature_ptr, top_k_ptr, top_p_ptr, i_n):
     return (tl.load(temperature_ptr + i_n) > 0) & ((tl.load(top_k_ptr + i_n) > 0) | (tl.load(top_p_ptr + i_n) < 1))
 
 
-@triton.jit
+@kernel
 def largest_of_part(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, position_ptr, value_ptr, token_ptr, counts_ptr,
     taken_ptr, V, logits_stride_n, part_size,
@@ -132,7 +133,7 @@ def largest_of_row(value_ptr, i_n, parts, BLOCK_PARTS: tl.constexpr):
     return tl.max(tl.load(value_ptr + i_n * parts + o_part, mask=o_part < parts, other=float("-inf")), axis=0)
 
 
-@triton.jit
+@kernel
 def count_buckets(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, value_ptr, counts_ptr, sum_ptr, V, logits_stride_n, part_size,
     BLOCK_V: tl.constexpr, BLOCK_PARTS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
@@ -160,7 +161,7 @@ def count_buckets(
             tl.store(sum_ptr + i_n * parts + i_part, tl.sum(b_sum, axis=0))
 
 
-@triton.jit
+@kernel
 def take_candidates(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, value_ptr, counts_ptr, taken_ptr, z_ptr, id_ptr, mass_ptr,
     V, logits_stride_n, part_size,
@@ -338,7 +339,7 @@ def drawn(
     return token, complete
 
 
-@triton.jit
+@kernel
 def draw(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, position_ptr, value_ptr, token_ptr, sum_ptr,
     taken_ptr, z_ptr, id_ptr, mass_ptr, out_ptr, V, logits_stride_n, parts,
@@ -392,9 +393,9 @@ def sample(
     if not rows:
         return out
     # About a thousand programs in all: enough for every multiprocessor, few enough to look through.
-    parts = min(max(1, 1024 // rows), MOST_PARTS, triton.cdiv(vocabulary, BLOCK))
-    part_size = triton.cdiv(triton.cdiv(vocabulary, parts), BLOCK) * BLOCK
-    parts = triton.cdiv(vocabulary, part_size)
+    parts = min(max(1, 1024 // rows), MOST_PARTS, cdiv(vocabulary, BLOCK))
+    part_size = cdiv(cdiv(vocabulary, parts), BLOCK) * BLOCK
+    parts = cdiv(vocabulary, part_size)
     filtered = filtered and not greedy
     value = torch.empty((rows, parts), dtype=torch.float32, device=device)
     token = torch.empty((rows, parts), dtype=torch.int32, device=device)
@@ -406,7 +407,7 @@ def sample(
     number = torch.empty((held, CANDIDATES), dtype=torch.int32, device=device)
     mass = torch.empty((held, CANDIDATES), dtype=torch.float64, device=device)
     settings, stride, launch = (temperature, top_k, top_p), logits.stride(0), dependent_launch(logits)
-    block_parts = triton.next_power_of_2(parts)
+    block_parts = power_of_two(parts)
     largest_of_part[(rows, parts)](
         logits, *settings, seed, position, value, token, counts, taken, vocabulary, stride, part_size,
         BLOCK_V=BLOCK, GREEDY=greedy, FILTERED=filtered, **launch,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from firstlight.ops.triton_launch import dependent_launch, wait_for_inputs
+from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_support import cdiv, power_of_two
 
 BLOCK = 1024
 
 
-@triton.jit
+@kernel
 def activate_and_multiply(
     x_ptr, gate_ptr, y_ptr, N, x_stride_t, gate_stride_t, gate_stride_n,
     BLOCK_N: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
@@ -45,9 +45,9 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 def _run(x: Tensor, gate: Tensor, columns: int, gate_stride_n: int, silu: bool) -> Tensor:
     tokens = x.shape[0]
     y = torch.empty((tokens, columns), dtype=x.dtype, device=x.device)
-    block = min(BLOCK, triton.next_power_of_2(columns))
+    block = min(BLOCK, power_of_two(columns))
     if tokens:
-        activate_and_multiply[(tokens, triton.cdiv(columns, block))](
+        activate_and_multiply[(tokens, cdiv(columns, block))](
             x, gate, y, columns, x.stride(0), gate.stride(0), gate_stride_n, BLOCK_N=block, SILU=silu,
             **dependent_launch(x),
         )  # fmt: skip

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from firstlight.ops.triton_launch import kernel
 
 BLOCK = 64
 """Tokens, and rows, of one program."""
 
 
-@triton.jit
+@kernel
 def step_inputs_kernel(
     rows_ptr,
     query_start_ptr,

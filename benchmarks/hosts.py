@@ -1,0 +1,274 @@
+"""A model inside SGLang, by SGLang's own classes and by Firstlight's: decode steps and first tokens, with the same flags.
+
+    python benchmarks/hosts.py MODEL_FOLDER --json hosts.json
+
+Each side is SGLang's offline engine in a fresh process, one after the other, with random weights (`--load-format dummy`); before
+anything is timed, SGLang's log has to say whose class serves. For each batch size B, B random prompts of `--context` tokens
+are answered with 8 and with 136 tokens; a decode step is the difference divided by 128, and "steady" what follows from the
+tokens/s that SGLang logs while B requests decode. A first token is of one prompt alone, the median of five. Tokens are drawn
+at temperature 1: greedily, random weights lead requests to the same few tokens, and so to the same experts.
+
+    python benchmarks/hosts.py tests/tiny_configs/qwen3_5_moe_text.json --tokens --tp 2
+
+draws a checkpoint for a small config.json, lets Firstlight's class answer greedily in SGLang on one rank and on `--tp` ranks,
+and compares: tokens are equal, or first differ where their log probabilities on one rank are closer than `TIES`. A second round
+goes on from the first one's answers, with prefixes from SGLang's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from host_side import PLAIN, PLUGIN, run_side
+
+FLAGS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "skip_server_warmup": True,
+    "attention_backend": "triton",
+    "mm_attention_backend": "triton_attn",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "random_seed": 0,
+    "log_level": "info",
+}
+"""Of SGLang, in both uses."""
+TIMING: dict[str, Any] = {
+    "load_format": "dummy",
+    "disable_radix_cache": True,
+    "mem_fraction_static": 0.85,
+    "max_running_requests": 256,
+    "max_prefill_tokens": 16384,
+    "chunked_prefill_size": 16384,
+    "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64, 128],
+    # SGLang's own classes run prompts in graphs. These hold what is timed; the many others would only delay the start.
+    "cuda_graph_bs_prefill": [4096, 8192, 16384],
+}
+TOKENS: dict[str, Any] = {
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 16384,
+    "max_running_requests": 24,
+    "chunked_prefill_size": 128,
+    "mamba_track_interval": 64,
+    "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 24],
+}
+SEVERAL_RANKS: dict[str, Any] = {
+    # Firstlight's layers use the ranks' process group alone. SGLang's own all-reduces would be set up for nothing, and they
+    # map memory for NVLink multicast, which not every machine allows.
+    "disable_custom_all_reduce": True,
+    "enforce_disable_flashinfer_allreduce_fusion": True,
+}
+TIES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}
+"""Log probabilities closer than this may be ranked either way: ranks add partial sums in another order, in this dtype."""
+LENGTHS = (1, 2, 3, 7, 16, 17, 33, 63, 64, 65, 100, 127, 128, 129, 200, 300)
+"""Of the prompts of `--tokens`."""
+
+
+def compare_speed(arguments: argparse.Namespace, folder: Path) -> list[str]:
+    """Time both sides and print the table, also of what one side had when it failed. Returns what went wrong."""
+    model = arguments.model
+    if not model.is_dir():
+        model = folder / "model"
+        model.mkdir()
+        shutil.copy(arguments.model, model / "config.json")
+    config = json.loads((model / "config.json").read_text())
+    flags = {**FLAGS, **TIMING, "model_path": str(model), **flags_of_ranks(arguments.tp), **arguments.flag}
+    job = {
+        "do": "time",
+        "flags": flags,
+        "vocabulary": config.get("text_config", config)["vocab_size"],
+        "prompts": arguments.prompts,
+        "batch": arguments.batch,
+        "context": arguments.context,
+        "rounds": arguments.rounds,
+        "temperature": arguments.temperature,
+    }
+    result: dict[str, Any] = {
+        "commit": commit(), "model": arguments.model.name, "context": arguments.context, "flags": flags, "sides": {},
+    }  # fmt: skip
+    failures = []
+    for side in arguments.sides:
+        found: dict[str, Any] = {"first_token": {}, "decode": {}}
+        result["sides"][side] = found
+
+        def heard(told: dict[str, Any], side: str = side, found: dict[str, Any] = found) -> None:
+            take(told, found)
+            print(f"{side}: {json.dumps(told)}", flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(result, indent=1))
+
+        try:
+            run_side(side, job, arguments.logs / f"sglang-{side}.log", arguments.seconds, heard)
+        except SystemExit as error:  # the other side's figures are worth having all the same
+            failures.append(str(error))
+            print(error, file=sys.stderr, flush=True)
+    print("\n" + table(result["sides"], arguments), flush=True)
+    return failures
+
+
+def take(told: dict[str, Any], found: dict[str, Any]) -> None:
+    """Put what a side said into its part of the result, under prompt lengths and batch sizes."""
+    values = {name: value for name, value in told.items() if name != "kind"}
+    if told["kind"] == "first_token":
+        found["first_token"][str(told["prompt"])] = values
+    elif told["kind"] == "decode":
+        found["decode"][str(told["batch"])] = values
+    else:
+        found.update(values)
+
+
+def table(sides: dict[str, Any], arguments: argparse.Namespace) -> str:
+    """Both sides as Markdown; a ratio above 1 means that Firstlight is faster."""
+    lines = ["| ms | SGLang's class | Firstlight's | ratio |", "|---|---|---|---|"]
+
+    def row(what: str, part: str, size: int, field: str) -> None:
+        plain, plugin = (sides.get(side, {}).get(part, {}).get(str(size), {}).get(field) for side in (PLAIN, PLUGIN))
+        ratio = f"{plain / plugin:.2f}" if plain and plugin else ""
+        lines.append(f"| {what} | {' | '.join(f'{ms:.2f}' if ms else '' for ms in (plain, plugin))} | {ratio} |")
+
+    for length in arguments.prompts:
+        row(f"first token of {length}", "first_token", length, "ms")
+    for name, field in (("decode step", "ms"), ("steady step", "steady_ms")):
+        for batch in arguments.batch:
+            row(f"{name}, {batch} requests of {arguments.context}", "decode", batch, field)
+    return "\n".join(lines)
+
+
+def compare_tokens(arguments: argparse.Namespace, folder: Path) -> list[str]:
+    """Answers on one rank and on several, for each dtype. Returns what went wrong."""
+    draw, failures, results = random.Random(0), [], []
+    vocabulary = json.loads(arguments.model.read_text())["vocab_size"]
+    prompts = [[draw.randrange(vocabulary) for _ in range(length)] for length in LENGTHS]
+    for dtype in arguments.dtype:
+        flags = {**FLAGS, **TOKENS, "model_path": str(draw_checkpoint(arguments.model, dtype, folder / dtype))}
+        flags |= {"dtype": dtype, **arguments.flag}
+        answered: dict[int, list[dict[str, Any]]] = {}
+        for ranks in dict.fromkeys((1, arguments.tp)):
+            job = {"do": "answer", "flags": {**flags, **flags_of_ranks(ranks)}, "prompts": prompts}
+            rounds = answered[ranks] = []
+            heard: Callable[[dict[str, Any]], None] = lambda told, rounds=rounds: (  # noqa: E731
+                rounds.append(told) if told["kind"] == "answers" else None
+            )
+            log = arguments.logs / f"sglang-{dtype}-tp{ranks}.log"
+            # SGLang keeps windows of convolutions in bfloat16 unless it is told otherwise.
+            environment = {"SGLANG_MAMBA_CONV_DTYPE": dtype}
+            if ranks > 1:  # looked at on CPUs alone, where SGLang would deal out cores by itself
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
+            run_side(PLUGIN, job, log, arguments.seconds, heard, environment)
+        one, several = answered[1], answered[arguments.tp]
+        gaps = [gap for pair in zip(one, several, strict=True) for gap in partings(*pair)]
+        parted = [gap for gap in gaps if gap is not None]
+        line = (
+            f"{dtype}, {arguments.tp} ranks and one: {len(gaps) - len(parted)} of {len(gaps)} answers are equal; the others "
+            f"first differ at gaps of {max(parted, default=0.0):.2g} at most (tie: {TIES[dtype]}); "
+            f"prompt tokens from the cache: {sum(told['cached'] for told in several)} and {sum(told['cached'] for told in one)}"
+        )
+        print(line, flush=True)
+        results.append({"dtype": dtype, "ranks": arguments.tp, "answers": len(gaps), "gaps": parted})
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"commit": commit(), "flags": flags, "tokens": results}, indent=1))
+        if max(parted, default=0.0) > TIES[dtype]:
+            failures.append(line)
+    return failures
+
+
+def partings(one: dict[str, Any], other: dict[str, Any]) -> list[float | None]:
+    """For each answer that both gave to the same prompt: None if they are equal, else the difference in log probability, as
+    the first saw it, of the tokens where they part; infinite if that of `other` wasn't among the likely ones.
+
+    Answers to prompts that aren't the same, because earlier ones parted, aren't there.
+    """
+    gaps: list[float | None] = []
+    for i, (mine, theirs) in enumerate(zip(one["answers"], other["answers"], strict=True)):
+        if one["prompts"][i] != other["prompts"][i]:
+            continue
+        place = next((n for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
+        if place is None:
+            gaps.append(None)
+        else:
+            likely = dict(one["likely"][i][place])
+            gaps.append(abs(likely[mine[place]] - likely.get(theirs[place], -math.inf)))
+    return gaps
+
+
+def draw_checkpoint(config_file: Path, dtype: str, folder: Path) -> Path:
+    """A folder with the config, in this dtype, and random weights for it."""
+    import torch
+    from safetensors.torch import save_file
+
+    from firstlight.plugin.core import describe
+    from firstlight.weights.random_weights import random_tensors
+
+    config = {**json.loads(config_file.read_text()), "dtype": dtype}
+    tensors = random_tensors(describe(config, dtype=getattr(torch, dtype)), 0, "cpu")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    drawn = {name: tensor.load_slice(None).contiguous() for name, tensor in tensors.items()}
+    save_file(drawn, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def flags_of_ranks(ranks: int) -> dict[str, Any]:
+    """SGLang's flags for so many ranks."""
+    return {"tp_size": ranks, **SEVERAL_RANKS} if ranks > 1 else {}
+
+
+def flag(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as JSON if it is any, else as it stands. Raises ArgumentTypeError without a `=`."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: say NAME=VALUE, with a name of SGLang's options (tp_size=2)")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def commit() -> str:
+    """As h200.py says it."""
+    import h200
+
+    return h200.commit()
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="folder that SGLang can start from without weights, or a config.json")
+    parser.add_argument("--sides", nargs="*", default=[PLAIN, PLUGIN], choices=[PLAIN, PLUGIN])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument(
+        "--prompts", type=int, nargs="*", default=[8192], help="lengths of the prompts for first tokens"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="of a batch whose prompts have 2^18 tokens at most")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--tp", type=int, default=1, help="ranks")
+    parser.add_argument("--tokens", action="store_true", help="compare answers on one rank and on --tp")
+    parser.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"], choices=list(TIES), help="of --tokens")
+    parser.add_argument("--flag", type=flag, action="append", default=[], help="NAME=VALUE for SGLang, over those here")
+    parser.add_argument(
+        "--seconds", type=float, default=1800.0, help="for each start of SGLang, with what is run in it"
+    )
+    parser.add_argument("--logs", type=Path, default=Path(), help="folder for SGLang's logs")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    arguments.flag = dict(arguments.flag)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the side is ended as well
+    with tempfile.TemporaryDirectory() as folder:
+        failures = (compare_tokens if arguments.tokens else compare_speed)(arguments, Path(folder))
+    if failures:
+        raise SystemExit("\n".join(failures))
+
+
+if __name__ == "__main__":
+    main()
