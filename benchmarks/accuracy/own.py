@@ -37,7 +37,7 @@ PREDICTIONS, MEASURED = HERE / "h200_own_predictions.json", HERE / "h200_own_mea
 CONFIG = HERE / "configs" / "qwen3_5_35b_a3b_fp8.json"
 BAR, DRIFT = 0.05, 0.05
 OVERRIDES: tuple[str, ...] = ()
-MAX_CONTEXT, MAX_ROWS, STEP_TOKENS = 36864, 256, 8192
+MAX_CONTEXT, MAX_ROWS, STEP_TOKENS, CACHE_GIB = 36864, 256, 8192, 84
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def options() -> EngineOptions:
     """What the engine is started with."""
     return EngineOptions(
         model=str(CONFIG), weights="random", device="cuda", max_context=MAX_CONTEXT, max_running=MAX_ROWS,
-        step_tokens=STEP_TOKENS, prefix_cache=False, op=OVERRIDES,
+        step_tokens=STEP_TOKENS, prefix_cache=False, cache_gib=CACHE_GIB, op=OVERRIDES,
     )  # fmt: skip
 
 
