@@ -38,6 +38,15 @@ class Options(BaseModel):
         values.update({name: value for name, value in given.items() if value is not None})
         return cls(**values)
 
+    def to_json(self) -> bytes:
+        """A line for another process. Only what was given: which options were decides what hardware's own defaults replace."""
+        return self.model_dump_json(exclude_unset=True).encode()
+
+    @classmethod
+    def from_json(cls, line: bytes) -> Self:
+        """What `to_json` wrote."""
+        return cls.model_validate_json(line)
+
 
 class EngineOptions(Options):
     """How a model is loaded and run."""

@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_said_first_with_what_would():
     assert shown.returncode == 0, shown.stderr
     [first, *_] = shown.stdout.splitlines()
     assert first == (
-        "Doesn't fit: weights take 794 GB of a GPU's 151 GB; what would: --tp 8, or --tp 4 --fp8-weights. Priced as if it did."
+        "Doesn't fit: weights take 794 GB of a GPU's 150 GB; what would: --tp 8, or --tp 4 --fp8-weights. Priced as if it did."
     )
 
 

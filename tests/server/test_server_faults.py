@@ -253,6 +253,23 @@ with EngineProcess(EngineOptions(model="m"), "slow_to_leave:engine") as process:
     assert (done.returncode, done.stderr) == (0, "no such provider\n")
 
 
+def test_the_engine_knows_which_options_were_given(tmp_path: Path) -> None:
+    """A GPU has defaults of its own for those that weren't, so a default must not arrive as if someone had asked for it."""
+    (tmp_path / "tells.py").write_text("def engine(options):\n    raise ValueError(sorted(options.model_fields_set))\n")
+    script = """
+from firstlight.config import EngineOptions
+from firstlight.server.spawn import EngineFailedError, EngineProcess
+with EngineProcess(EngineOptions.load({"model": "m", "max_running": 256}, {}), "tells:engine") as process:
+    try:
+        process.wait_started()
+    except EngineFailedError as error:
+        print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['max_running', 'model']\n", done.stderr
+
+
 def test_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with running({"model": str(tmp_path)}, {"served_name": "bare"}) as server:

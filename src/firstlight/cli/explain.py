@@ -52,6 +52,7 @@ def command(
     from firstlight.cli.tables import table_console
     from firstlight.engine.table import timings_of
     from firstlight.errors import FirstlightError
+    from firstlight.models.buckets import resolve_options
     from firstlight.models.registry import PREDICTED_ONLY
     from firstlight.predict import report
     from firstlight.predict.fit import engine_memory, what_would_fit
@@ -88,7 +89,10 @@ def command(
     tokens = batch * (1 + drafts) + prefill
     bucket = Bucket(0, tokens, max(batch, 1), max(prefill, 1), max(context, prompt), max(batch, 1)) if bound else None
     timings = timings_of(options.table, hardware) if bound else None
-    priced = step_model(built, hardware, layout, conditions, bucket=bucket, table=timings.table if timings else None)
+    priced = step_model(
+        built, hardware, layout, conditions, page_size=resolve_options(engine_options, hardware).page_size, bucket=bucket,
+        table=timings.table if timings else None,
+    )  # fmt: skip
     shape = StepShape.of_decode(batch, context, 1 + drafts) if batch else StepShape()
     if prefill:
         length = min(prompt, prefill)

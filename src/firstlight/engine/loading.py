@@ -184,6 +184,8 @@ def cache_bytes(options: EngineOptions, loaded: BoundModel) -> int:
     asked = int(options.cache_gib * (1 << 30))
     if loaded.device.type == "cpu":
         return asked or CPU_CACHE_BYTES
+    with torch.cuda.device(loaded.device):
+        torch.cuda.empty_cache()  # what loading freed counts as free
     free, _ = torch.cuda.mem_get_info(loaded.device)
     left = free - loaded.planned
     if left <= 0 or asked > left:

@@ -203,7 +203,7 @@ def _serve(socket: zmq.Socket[bytes], engine_name: str, options_json: bytes, orp
     try:
         module, _, attribute = engine_name.partition(":")
         factory = getattr(importlib.import_module(module), attribute)
-        engine: DrivenEngine = factory(EngineOptions.model_validate_json(options_json))
+        engine: DrivenEngine = factory(EngineOptions.from_json(options_json))
     except Exception as error:
         if not isinstance(error, READABLE_ERRORS):
             logger.exception("the engine could not start")

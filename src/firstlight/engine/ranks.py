@@ -148,7 +148,7 @@ class Followers:
                 stdin=subprocess.PIPE,
             )
             assert process.stdin is not None
-            process.stdin.write(options.model_dump_json(exclude_unset=True).encode() + b"\n")
+            process.stdin.write(options.to_json() + b"\n")
             process.stdin.flush()
             self._processes.append(process)
         threading.Thread(target=self._watch, name="ranks-watch", daemon=True).start()
@@ -338,7 +338,7 @@ def main() -> None:
     )  # Ctrl-C reaches all processes of a terminal, and is rank 0's to answer
     address, rank, store = sys.argv[1:]
     logging.basicConfig(format=f"firstlight rank {rank}: %(levelname)s: %(message)s")
-    options = EngineOptions.model_validate_json(sys.stdin.buffer.readline())
+    options = EngineOptions.from_json(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel = context.socket(zmq.PAIR)

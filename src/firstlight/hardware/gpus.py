@@ -1,8 +1,8 @@
 """GPUs as data: what each can do at most, how it is linked, what it costs to rent, and where that was published.
 
-Peaks are dense (without structured sparsity) operations a second. Memory that makers state in GB counts in GiB: a program sees
-139.8 GiB of an H200's 141. Efficiencies are no part of a description: they belong
-to kernels. Prices are typical on-demand rents of 2026, rounded; every command that prints money lets you give your own.
+Peaks are dense (without structured sparsity) operations a second. Memory that makers state in GB counts in GiB, less what the
+driver keeps for itself. Efficiencies are no part of a description: they belong to kernels. Prices are typical on-demand rents of
+2026, rounded; every command that prints money lets you give your own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from firstlight.hardware.description import Hardware, Link
 
 TERA, MICROSECOND = 1e12, 1e-6
+SEEN_MEMORY = 139.8 / 141
+"""Of the memory on board, what a program sees: as read on an H200."""
 
 NIC_400G = Link(50e9, 5 * MICROSECOND, 1 << 20)
 """One 400 Gbit/s port a GPU, as in HGX and OAM servers."""
@@ -52,7 +54,7 @@ def _gpu(
         architecture=architecture,
         peak=peak,
         bandwidth=bandwidth,
-        memory=gigabytes << 30,
+        memory=int((gigabytes << 30) * SEEN_MEMORY),
         multiprocessors=multiprocessors,
         l2=l2_mib << 20,
         links=links,

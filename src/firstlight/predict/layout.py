@@ -14,6 +14,7 @@ from firstlight.hardware import GPUS, Hardware
 from firstlight.hardware.calibration import Table
 from firstlight.hardware.timings import Timings
 from firstlight.models import CausalModel, build_model
+from firstlight.models.buckets import GPU_DEFAULTS
 from firstlight.models.config import text_section
 from firstlight.nn.module import Module
 from firstlight.parallel import Mesh
@@ -104,7 +105,7 @@ def step_model(
     layout: Layout,
     conditions: Conditions | None = None,
     *,
-    page_size: int = 16,
+    page_size: int = GPU_DEFAULTS["page_size"],
     bucket: Bucket | None = None,
     table: Table | None = None,
     overrides: Sequence[str] = (),

@@ -19,6 +19,7 @@ import torch
 
 from firstlight.hardware import Hardware
 from firstlight.hardware.timings import Timings
+from firstlight.models.buckets import GPU_DEFAULTS
 from firstlight.models.causal import CausalModel
 from firstlight.models.walk import meta_step, record, walk
 from firstlight.ops.binding import Choice, bind, parse_overrides
@@ -97,7 +98,7 @@ class _Seen:
 def walk_model(
     model: CausalModel,
     *,
-    page_size: int = 16,
+    page_size: int = GPU_DEFAULTS["page_size"],
     hardware: Hardware | None = None,
     bucket: Bucket | None = None,
     overrides: Sequence[str] = (),

@@ -61,7 +61,7 @@ class EngineProcess:
         )
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(options.model_dump_json().encode() + b"\n")
+            self._process.stdin.write(options.to_json() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it is dead already, which `wait_started` reports
