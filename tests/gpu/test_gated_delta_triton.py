@@ -74,12 +74,18 @@ def test_prefill(counts: list[int], segments: int, sizes: dict[str, Any], dtype:
 def test_prefill_of_one_repeated_token() -> None:
     """Equal keys that are wholly written: the triangular system is as hard to solve as it gets."""
     args, kwargs = gated_delta_inputs([130], [0], [1], dtype=torch.bfloat16, padding=0, seed=fresh_seed(), **REAL)
-    mixed, z, a, b, *rest = args
-    same = mixed[:1].expand(130, -1).contiguous()
+    mixed, z, a, b, conv_weight, *rest = args
+    same, width = mixed[:1].repeat(130, 1), REAL["key_heads"] * REAL["key_dim"]
+    # Queries are the keys: one that is nearly at a right angle to its key asks for what rounding left.
+    for x in (same.t(), conv_weight):
+        x[:width] = x[width : 2 * width]
     found = errors(
-        triton_chunked.run, (same, z, torch.full_like(a, -20.0), torch.full_like(b, 9.0), *rest), kwargs, exact=False
+        triton_chunked.run,
+        (same, z, torch.full_like(a, -20.0), torch.full_like(b, 9.0), conv_weight, *rest),
+        kwargs,
+        exact=False,
     )
-    assert max(found.values()) < 3e-2, found
+    assert max(found.values()) < 5e-2, found
 
 
 def test_512_steps_do_not_drift() -> None:
