@@ -10,8 +10,9 @@ from reference import save_checkpoint
 
 from firstlight.config import EngineOptions
 from firstlight.engine.batch import DeviceStep, HostStep, choose_bucket, fill, read_plan
-from firstlight.engine.executor import Executor, Pending
-from firstlight.engine.graphs import Room, draw_tokens, rooms
+from firstlight.engine.executor import Executor, Pending, largest_steps
+from firstlight.engine.graphs import Room, draw_tokens, rooms, step_of_nobody
+from firstlight.engine.request_table import RequestTable
 from firstlight.hardware import GPUS
 from firstlight.models.buckets import bucket_ladder
 from firstlight.scheduling.plan import StepPlan
@@ -114,6 +115,24 @@ def test_rooms_hold_as_many_prompts_as_can_be_in_a_step(running: int, prompts: s
     for room in found:
         assert room.rows <= room.bucket.requests
         assert room.tokens <= room.bucket.tokens
+
+
+@pytest.mark.parametrize(("max_context", "pages", "row"), [(512, 100, 512), (8192, 4, 256), (8192, 200, 8192)])
+def test_steps_of_nobody_have_pages_for_all_their_tokens(max_context: int, pages: int, row: int) -> None:
+    """A page number behind the end of the page table could be anything, and a kernel would follow it."""
+    options = EngineOptions(model="-", max_running=1, step_tokens=8192)
+    buckets = bucket_ladder(options, max_context, GPUS["h200"])
+    table = RequestTable(2, min(max_context // 64, pages), torch.device("cpu"))
+    longest = table.longest(64)
+    assert longest == row
+    steps = largest_steps(buckets, longest)
+    steps += [step_of_nobody(room, longest) for room in rooms(buckets, 1, exporting=True)]
+    assert max(step.query for step in steps) == row
+    for step in steps:
+        assert len(step.prompt) == step.tokens - step.decodes
+        choose_bucket(buckets, step)
+    for room in rooms(buckets, 1, exporting=True):
+        assert room.holds(step_of_nobody(room, longest))
 
 
 def test_a_token_a_step_gives_the_same_answers(tmp_path) -> None:

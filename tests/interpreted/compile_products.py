@@ -36,7 +36,7 @@ from firstlight.ops.sample import triton_split_kernels
 FP8_INSTRUCTION = re.compile(r"v_mfma_\w*(fp8_fp8|f8f6f4)|wgmma\.mma_async\S*e4m3\.e4m3")
 KINDS = {
     "*bf16": "hidden_ptr x_ptr weights_ptr bias_ptr scale_ptr shared_scale_ptr y_ptr pairs_ptr router_ptr gate_ptr",
-    "*i32": "experts_ptr count_ptr list_ptr tile_ptr tiles_ptr live_ptr token_ptr counts_ptr taken_ptr id_ptr",
+    "*i32": "experts_ptr row_ptr count_ptr list_ptr tile_ptr tiles_ptr live_ptr token_ptr counts_ptr taken_ptr id_ptr",
     "*fp32": "x_scale_ptr hidden_scale_ptr share_ptr parts_ptr temperature_ptr top_p_ptr value_ptr z_ptr",
     "*fp64": "sum_ptr mass_ptr",
     "*i64": "top_k_ptr seed_ptr position_ptr out_ptr",
@@ -82,8 +82,8 @@ def cases(stages: int) -> list[tuple[str, Any, set[str], dict[str, Any], int, in
          stages),
         ("lists", lists.list_pairs, set(), {"TOP_K": 8, "PART": 128}, 4, stages),
         ("tiles", lists.plan_tiles, set(), {"BINS": 512, "BLOCK_M": 64, "HAS_SHARED": True}, 4, stages),
-        ("sum", triton_sum_kernel.weighted_sum, set(), {"SLOTS": 9, "TOP_K": 8, "BLOCK_H": 1024, "HAS_SHARE": True}, 4,
-         stages),
+        ("sum", triton_sum_kernel.weighted_sum, set(),
+         {"SLOTS": 9, "TOP_K": 8, "BLOCK_H": 1024, "HAS_SHARE": True, "HAS_ROWS": False}, 4, stages),
         ("sample part", draw.largest_of_part, set(), {"BLOCK_V": 2048, "GREEDY": False, "FILTERED": True}, 4, stages),
         ("sample count", draw.count_buckets, set(), SAMPLE, 4, stages),
         ("sample take", draw.take_candidates, set(), SAMPLE, 4, stages),

@@ -70,7 +70,7 @@ def test_prompts(size: int, settings: dict[str, Any], dtype: torch.dtype) -> Non
         ({"dim": 64}, "serves heads of 128 or 256 dimensions, not 64"),
         ({"heads": 12}, "serves groups of 1, 2, 4, ... 64 query heads a KV head, not 6"),
         ({"window": 128}, "reads whole contexts, not a window"),
-        ({"scale": -1.0}, "needs a scale of at least 0, not -1.0"),
+        ({"scale": 0.0}, "needs a scale above 0, not 0.0"),
         ({"max_query": 8}, "serves prompts of 65 rows (tokens x heads of a group) or more, not 64"),
         ({"stride": 260}, "needs dense heads, and addresses and strides that are multiples of 16 bytes"),
     ],
@@ -89,8 +89,8 @@ def test_what_hopper_refuses(changed: dict[str, Any], reason: str | None) -> Non
     call = Call((q, pool[:, 1, 0], pool[:, 1, 1], *indices), settings, None, case["hardware"])
     found = hopper_paged.when(call)
     assert found is None if reason is None else found is not None and reason in found
-    if "stride" in changed:
-        with pytest.raises(ValueError, match="choose another provider"):
+    if "stride" in changed or "size" in changed:
+        with pytest.raises(ValueError, match=f"{reason}.*choose another provider"):
             hopper_paged.run(*call.args, **settings)
 
 

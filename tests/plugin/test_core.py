@@ -199,9 +199,10 @@ def test_on_a_gpu_every_call_has_a_provider_with_pages_of_one_token(monkeypatch,
     assert not lacking
 
 
-def test_a_prompt_of_one_token_is_run_as_a_prompt():
+@pytest.mark.parametrize("bounds", [BOUNDS, HostBounds(tokens=1, requests=1, context=16)], ids=str)
+def test_a_prompt_of_one_token_is_run_as_a_prompt(bounds):
     """Among decode steps nothing is bound for prompts."""
-    model = HostedModel(tiny_config("llama"), dtype=torch.float32, device="cpu", bounds=BOUNDS)
+    model = HostedModel(tiny_config("llama"), dtype=torch.float32, device="cpu", bounds=bounds)
     plain = forward.step_of(model.model, torch.tensor([1]), 0)
 
     def bucket(decode_requests):

@@ -76,7 +76,7 @@ class Executor:
             allocated, reserved = torch.cuda.memory_allocated(loaded.device), torch.cuda.memory_reserved(loaded.device)
             self.stream.wait_stream(torch.cuda.current_stream(loaded.device))
             with torch.inference_mode(), torch.cuda.stream(self.stream):
-                for step in largest_steps(loaded.buckets):
+                for step in largest_steps(loaded.buckets, self.table.longest(pool.page_size)):
                     self._run(step, *DRAWS[-1])
                 if graphs:
                     self.graphs = StepGraphs(loaded, self.table, pool.page_size, rows, keep_logits=poison)
@@ -158,9 +158,12 @@ class Executor:
             self.pool.copy_slots(sources, targets)
 
 
-def largest_steps(buckets: tuple[Bucket, ...]) -> list[HostStep]:
+def largest_steps(buckets: tuple[Bucket, ...], longest: int) -> list[HostStep]:
     """The steps that take most memory, on rows of nobody: one long prompt, the longest beside full decode rows, many
-    short prompts. Run before the first request, they also compile the kernels that steps with prompts need."""
+    short prompts. Run before the first request, they also compile the kernels that steps with prompts need.
+
+    longest: tokens of a row; of longer ones attention would look for pages behind the row's end.
+    """
     largest = buckets[-1]
 
     def step(counts: list[int], decodes: int) -> HostStep:
@@ -171,10 +174,10 @@ def largest_steps(buckets: tuple[Bucket, ...]) -> list[HostStep]:
         return HostStep(rows, starts, prompt, rows, rows, exports, np.arange(len(counts)), decodes, largest.context)
 
     prompts = largest.query
-    steps = [step([prompts], 0)]
+    steps = [step([min(prompts, longest)], 0)]
     others = min(largest.requests - 1, prompts - 1)
     if others > 0:
-        steps.append(step([1] * others + [prompts - others], others))
+        steps.append(step([1] * others + [min(prompts - others, longest)], others))
         each, rest = divmod(prompts, others + 1)
-        steps.append(step([each + (i < rest) for i in range(others + 1)], 0))
+        steps.append(step([min(each + (i < rest), longest) for i in range(others + 1)], 0))
     return steps

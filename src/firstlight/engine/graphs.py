@@ -224,23 +224,8 @@ class StepGraphs:
 
     def _memory(self, room: Room) -> torch.Tensor:
         """The buffer of a room, holding a step of nobody's rows that is as large as can be."""
-        layout = room.layout()
-        rows = np.zeros(room.decodes + min(room.prompts, 1), np.int32)
-        starts = np.arange(len(rows) + 1, dtype=np.int32)
-        starts[-1] = room.tokens
-        nobody = HostStep(
-            rows=rows,
-            starts=starts,
-            prompt=np.zeros(room.prompt_tokens, np.int32),
-            state_in=rows,
-            state_out=rows,
-            exports=np.empty((0, 3), np.int32),
-            sampling=np.arange(len(rows)),
-            decodes=room.decodes,
-            context=room.bucket.context,
-        )
-        staging, fields = layout.stage()
-        room.pad(nobody, fields)
+        staging, fields = room.layout().stage()
+        room.pad(step_of_nobody(room, self.table.longest(self.page_size)), fields)
         return staging.to(self.table.device)
 
     def _waits(self, run: Callable[[], object], bucket: int) -> str | None:
@@ -286,6 +271,28 @@ def rooms(buckets: tuple[Bucket, ...], max_running: int, exporting: bool) -> lis
                 for prompts in sorted({1, min(max_running, MIXED_PROMPTS)})
             ]
     return made
+
+
+def step_of_nobody(room: Room, longest: int) -> HostStep:
+    """A step of nobody's rows that is as large as can be, with one prompt where there is room for any.
+
+    longest: tokens of a row; of longer ones attention would look for pages behind the row's end.
+    """
+    prompt = min(room.prompt_tokens, longest)
+    rows = np.zeros(room.decodes + min(room.prompts, 1), np.int32)
+    starts = np.arange(len(rows) + 1, dtype=np.int32)
+    starts[-1] = room.decodes + prompt
+    return HostStep(
+        rows=rows,
+        starts=starts,
+        prompt=np.zeros(prompt, np.int32),
+        state_in=rows,
+        state_out=rows,
+        exports=np.empty((0, 3), np.int32),
+        sampling=np.arange(len(rows)),
+        decodes=room.decodes,
+        context=room.bucket.context,
+    )
 
 
 def draw_tokens(

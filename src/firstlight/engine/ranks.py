@@ -15,6 +15,7 @@ processes while it waits for a step, and a thread does wherever else it may wait
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -147,10 +148,11 @@ class Followers:
                 [sys.executable, "-m", "firstlight.engine.ranks", f"{address}{rank}", str(rank), store],
                 stdin=subprocess.PIPE,
             )
-            assert process.stdin is not None
-            process.stdin.write(options.to_json() + b"\n")
-            process.stdin.flush()
             self._processes.append(process)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it is dead already, which `_receive` finds
+                process.stdin.write(options.to_json() + b"\n")
+                process.stdin.flush()
         threading.Thread(target=self._watch, name="ranks-watch", daemon=True).start()
         try:
             self._receive()

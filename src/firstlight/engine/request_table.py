@@ -43,6 +43,10 @@ class RequestTable:
         self.is_filtered = np.zeros(rows, bool)
         self.tokens: dict[int, np.ndarray] = {}
 
+    def longest(self, page_size: int) -> int:
+        """Tokens that a row has room for the pages of."""
+        return self.pages.shape[1] * page_size
+
     def apply(self, plan: StepPlan) -> None:
         """Joins and page appends of a plan."""
         for row in plan.leaves.tolist():

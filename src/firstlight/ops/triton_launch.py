@@ -117,8 +117,11 @@ class Kernel(JITFunction):
         given = zip(OPTIONS, values[len(arguments) :], strict=True)
         compiled = self.run(grid=grid, warmup=False, **arguments, **{name: v for name, v in given if v is not None})
         launcher = compiled.run
-        numbers = (value for i, value in enumerate(values[: len(arguments)]) if i not in self.constexprs)
-        told_apart = all(isinstance(value, Tensor | None) or type(value) in (int, float, bool) for value in numbers)
+        told_apart = all(
+            isinstance(value, Tensor | None) if name.endswith("_ptr") else type(value) in (int, float, bool)
+            for i, (name, value) in enumerate(arguments.items())
+            if i not in self.constexprs
+        )
         if told_apart and launcher.global_scratch_size == launcher.profile_scratch_size == 0:
             is_cooperative, is_dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
             self.variants[key] = (

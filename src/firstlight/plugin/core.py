@@ -263,7 +263,7 @@ class HostedModel(torch.nn.Module):
             positions = positions.expand(self.position_rows, -1)
         zeros = self._zeros[:requests]
         # Prompts of one token need a bucket for longer ones: where all rows are decode rows, nothing is bound for prompts.
-        query = max_query if decode_requests == requests else max(max_query, min(2, self.bounds.tokens))
+        query = max_query if decode_requests == requests else max(max_query, 2)
         return StepBatch(
             bucket=self.bucket(tokens, requests, query),
             ids=ids if ids.dtype == torch.int64 else ids.long(),

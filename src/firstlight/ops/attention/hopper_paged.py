@@ -50,8 +50,8 @@ def when(call: Call) -> str | None:
         return f"serves groups of 1, 2, 4, ... {LARGEST_GROUP} query heads a KV head, not {group}"
     if call.kwargs.get("window", 0) > 0:
         return "reads whole contexts, not a window"
-    if call.kwargs["scale"] < 0:
-        return f"needs a scale of at least 0, not {call.kwargs['scale']}"
+    if call.kwargs["scale"] <= 0:
+        return f"needs a scale above 0, not {call.kwargs['scale']}"
     if rows < LEAST_ROWS:
         return f"serves prompts of {LEAST_ROWS} rows (tokens x heads of a group) or more, not {rows}"
     return cannot_transfer(k_pages) or cannot_transfer(v_pages)
@@ -87,7 +87,8 @@ def run(
 ) -> Tensor:
     """The contract of `attention`. Page numbers below 2^31.
 
-    Raises ValueError for strides and addresses that TMA can't read: a host may have laid out its memory after binding.
+    Raises ValueError for pages of another size, and for strides and addresses that TMA can't read: a host may have laid out its
+    memory after binding. A pool of the null page alone may have any size of page.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -96,7 +97,10 @@ def run(
 
     if q.stride(-1) != 1:
         raise ValueError(f"attention: the dimensions of a head must be dense, but q's strides are {q.stride()}")
-    if reason := cannot_transfer(k_pages) or cannot_transfer(v_pages):
+    size, reason = k_pages.shape[1], cannot_transfer(k_pages) or cannot_transfer(v_pages)
+    if size != PAGE and k_pages.shape[0] > 1:
+        reason = f"serves pages of {PAGE} tokens, not {size}"
+    if reason:
         raise ValueError(f"attention: hopper_paged {reason}; choose another provider: --op attention=triton_paged")
     result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     tokens, heads, dim = q.shape
