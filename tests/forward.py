@@ -24,12 +24,17 @@ PAGE = 16
 BUCKET = Bucket(0, 512, 4, 512, 512, 512)
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32, mesh: Mesh | None = None) -> CausalModel:
+def load(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    mesh: Mesh | None = None,
+    state_dtype: torch.dtype = torch.float32,
+) -> CausalModel:
     """The model of a checkpoint directory, bound and loaded on the CPU, with caches of its own."""
     checkpoint = open_checkpoint(directory)
     stored = published_names(family(checkpoint.config), checkpoint.tensors)
     scheme = scheme_of(checkpoint.config, dtype, stored={name: tensor.dtype for name, tensor in stored.items()})
-    model = build_model(checkpoint.config, dtype=dtype, scheme=scheme, mesh=mesh)
+    model = build_model(checkpoint.config, dtype=dtype, scheme=scheme, mesh=mesh, state_dtype=state_dtype)
     _, layouts = bind_model(model, [BUCKET], CPU_GENERIC)
     load_weights(model, stored, "cpu", layouts)
     pool = CachePool(caches(model), pages=40, slots=3, page_size=PAGE, device="cpu")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton_mixers import errors, gated_delta_inputs
+from triton_mixers import STATE_TOLERANCE, errors, gated_delta_inputs
 
 from firstlight.ops.gated_delta import gated_delta, triton_chunked, triton_decode
 
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 REAL: dict[str, Any] = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "device": "cuda"}
 ODD: dict[str, Any] = {"key_heads": 3, "value_heads": 9, "key_dim": 64, "value_dim": 32, "width": 3, "device": "cuda"}
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+STATES = pytest.mark.parametrize("state_dtype", STATE_TOLERANCE, ids=str)
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
@@ -27,10 +28,11 @@ def fresh_seed() -> int:
     return seed
 
 
+@STATES
 @DTYPES
 @pytest.mark.parametrize("sizes", [REAL, ODD], ids=["real", "odd"])
 @pytest.mark.parametrize("norm", [True, False])
-def test_decode(norm: bool, sizes: dict[str, Any], dtype: torch.dtype) -> None:
+def test_decode(norm: bool, sizes: dict[str, Any], dtype: torch.dtype, state_dtype: torch.dtype) -> None:
     """Null slots, copies, in place, requests without a token, exports before and after the token."""
     tiles = triton_decode.choose_tiles(1 if norm else 1000, sizes["value_dim"], sizes["key_dim"], dependent=True)
     exports = ((0, 1, 8), (1, 0, 9), (2, 1, 10), (0, 0, 11), (4, 0, 0))
@@ -40,18 +42,23 @@ def test_decode(norm: bool, sizes: dict[str, Any], dtype: torch.dtype) -> None:
         [1, 3, 6, 0, 5, 7, 0],
         exports=exports,
         dtype=dtype,
+        state_dtype=state_dtype,
         seed=fresh_seed(),
         **sizes,
     )
     found = errors(lambda *a, **k: triton_decode.run(*a, **k, tiles=tiles), args, kwargs)
+    assert found.pop("states") < TOLERANCE[dtype] + STATE_TOLERANCE[state_dtype]
     assert max(found.values()) < TOLERANCE[dtype], found
 
 
+@STATES
 @DTYPES
 @pytest.mark.parametrize("sizes", [REAL, ODD], ids=["real", "odd"])
 @pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("counts", [[200, 64, 1, 0], [63, 65, 128, 2], [1, 1, 1, 1]], ids=str)
-def test_prefill(counts: list[int], segments: int, sizes: dict[str, Any], dtype: torch.dtype) -> None:
+def test_prefill(
+    counts: list[int], segments: int, sizes: dict[str, Any], dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
     """Ragged requests and exports at a chunk's start, inside it and at the request's end."""
     exports = (
         (0, 0, 7),
@@ -62,12 +69,20 @@ def test_prefill(counts: list[int], segments: int, sizes: dict[str, Any], dtype:
         (1, 1, 0),
     )
     args, kwargs = gated_delta_inputs(
-        counts, [1, 0, 2, 2], [1, 3, 5, 6], exports=exports, dtype=dtype, seed=fresh_seed(), **sizes
+        counts,
+        [1, 0, 2, 2],
+        [1, 3, 5, 6],
+        exports=exports,
+        dtype=dtype,
+        state_dtype=state_dtype,
+        seed=fresh_seed(),
+        **sizes,
     )
     exact = dtype == torch.float32
     cut = triton_chunked.choose_cut(sum(counts), 4, sizes["value_heads"], sizes["value_dim"], max(counts), exact=exact)
     cut = replace(cut, segments=segments)
     found = errors(lambda *a, **k: triton_chunked.run(*a, **k, cut=cut), args, kwargs, exact=exact)
+    assert found.pop("states") < TOLERANCE[dtype] + STATE_TOLERANCE[state_dtype]
     assert max(found.values()) < TOLERANCE[dtype], found
 
 

@@ -26,6 +26,8 @@ INT32 = {"query_start_ptr", "state_in_ptr", "state_out_ptr", "exports_ptr", "tic
 FP32 = {"A_log_ptr", "dt_bias_ptr", "state_pool_ptr", "decays_ptr", "starts_ptr", "transitions_ptr", "gates_ptr"}
 UNIT_STRIDES = {"weight_stride_w": 1, "conv_stride_w": 1}
 ALIGNED = re.compile(r"\w+_ptr|(mixed|z)_stride_t|(conv|state)_stride_slot")
+NARROW = " of bfloat16"
+"""Ends the names of kernels whose states are bfloat16 in the pool."""
 HEADS = {"HK": 16, "HV": 32, "K": 128, "V": 128}
 
 
@@ -79,9 +81,12 @@ def kind_of(name: str, wide: set[str]) -> str:
 def main() -> None:
     backend, architecture = sys.argv[1:]
     target = GPUTarget("cuda", int(architecture), 32) if backend == "cuda" else GPUTarget("hip", architecture, 64)
-    for name, kernel, constants, warps in cases(backend):
+    made = cases(backend)
+    made += [(name + NARROW, *rest) for name, *rest in made if "state_pool_ptr" in rest[0].arg_names]
+    for name, kernel, constants, warps in made:
         names = kernel.arg_names
         wide = FP32 | ({"columns_ptr"} if name.startswith("decode") else set())
+        wide -= {"state_pool_ptr"} if name.endswith(NARROW) else set()
         fixed = constants | {n: value for n, value in UNIT_STRIDES.items() if n in names}
         source = ASTSource(
             kernel, signature={n: "constexpr" if n in fixed else kind_of(n, wide) for n in names},

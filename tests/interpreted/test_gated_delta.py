@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from triton_mixers import errors, gated_delta_inputs
+from triton_mixers import STATE_TOLERANCE, errors, gated_delta_inputs
 
 from firstlight.ops.gated_delta import gated_delta, triton_chunked, triton_decode
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
+STATES = pytest.mark.parametrize("state_dtype", STATE_TOLERANCE, ids=str)
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 4e-3)], ids=str)
 
 
+@STATES
 @DTYPES
 @pytest.mark.parametrize(
     "tiles", [triton_decode.Tiles(2, 1, norm=True), triton_decode.Tiles(4, 1, norm=False)], ids=["two kernels", "three"]
@@ -24,7 +26,13 @@ DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6),
 @pytest.mark.parametrize(
     "heads", [{"key_heads": 2, "value_heads": 2}, {"key_heads": 1, "value_heads": 3, "width": 3}], ids=str
 )
-def test_decode(heads: dict[str, int], tiles: triton_decode.Tiles, dtype: torch.dtype, tolerance: float) -> None:
+def test_decode(
+    heads: dict[str, int],
+    tiles: triton_decode.Tiles,
+    dtype: torch.dtype,
+    tolerance: float,
+    state_dtype: torch.dtype,
+) -> None:
     """Null slots, copies, in place, requests without a token, exports before and after the token."""
     exports = ((0, 1, 7), (1, 0, 8), (2, 1, 9), (4, 0, 0))
     args, kwargs = gated_delta_inputs(
@@ -35,12 +43,15 @@ def test_decode(heads: dict[str, int], tiles: triton_decode.Tiles, dtype: torch.
         key_dim=16,
         value_dim=8,
         dtype=dtype,
+        state_dtype=state_dtype,
         **heads,
     )
     found = errors(lambda *a, **k: triton_decode.run(*a, **k, tiles=tiles), args, kwargs)
+    assert found.pop("states") < tolerance + STATE_TOLERANCE[state_dtype]
     assert max(found.values()) < tolerance, found
 
 
+@STATES
 @pytest.mark.parametrize(
     ("cut", "dtype", "tolerance"),
     [
@@ -51,15 +62,25 @@ def test_decode(heads: dict[str, int], tiles: triton_decode.Tiles, dtype: torch.
     ],
     ids=["float32", "float16 in slices", "segments and norm", "float16 in segments and slices"],
 )
-def test_prefill(cut: triton_chunked.Cut | None, dtype: torch.dtype, tolerance: float) -> None:
+def test_prefill(
+    cut: triton_chunked.Cut | None, dtype: torch.dtype, tolerance: float, state_dtype: torch.dtype
+) -> None:
     """Ragged requests and exports at a chunk's start, inside it and at the request's end."""
     exports = ((0, 64, 7), (0, 128, 8), (0, 70, 9), (1, 64, 10), (2, 1, 11), (4, 0, 0), (0, 0, 12), (0, 130, 13))
     args, kwargs = gated_delta_inputs(
-        [130, 100, 2, 1, 0], [1, 0, 2, 2, 5], [1, 3, 4, 0, 6], exports=exports, dtype=dtype, key_dim=16, value_dim=32
+        [130, 100, 2, 1, 0],
+        [1, 0, 2, 2, 5],
+        [1, 3, 4, 0, 6],
+        exports=exports,
+        dtype=dtype,
+        state_dtype=state_dtype,
+        key_dim=16,
+        value_dim=32,
     )
     # In float16 the reference rounds too, at the same places: as far from float64 as the kernels are.
     exact = dtype == torch.float32
     found = errors(lambda *a, **k: triton_chunked.run(*a, **k, cut=cut), args, kwargs, exact=exact)
+    assert found.pop("states") < tolerance + STATE_TOLERANCE[state_dtype]
     assert max(found.values()) < tolerance, found
 
 

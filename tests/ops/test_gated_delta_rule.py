@@ -11,10 +11,13 @@ from ops.delta_inputs import export_rows, ints, poisoned, rule_inputs, starts, w
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
+from firstlight.hardware import CPU_GENERIC
 from firstlight.ops.gated_delta_rule import DeltaLog, gated_delta_rule
 from firstlight.ops.gated_delta_rule.torch_chunked import run as chunked
 from firstlight.ops.gated_delta_rule.torch_decode import run as decode
 from firstlight.ops.gated_delta_rule.torch_in_place import run as in_place
+from firstlight.ops.op import Call
+from firstlight.step import Bucket
 
 HV, V, K = 6, 8, 16
 NO_EXPORTS = export_rows()
@@ -257,6 +260,37 @@ def test_512_steps_do_not_drift(run: Run, dtype: torch.dtype, limit: float) -> N
     expected, states = formula(inputs)
     assert worst_row_error(torch.cat(parts), expected) < limit
     assert worst_row_error(pool[1], states[-1]) < 5e-6
+
+
+@pytest.mark.parametrize("run", [gated_delta_rule.reference, chunked, decode, in_place])
+def test_states_in_bfloat16_are_rounded_once_as_they_are_written(run: Run) -> None:
+    """Outputs come from what was computed; a state after the step and an export of it are the same number, rounded."""
+    tokens = 1 if run in (decode, in_place) else 100
+    inputs = rule_inputs(tokens, dtype=torch.float32)
+    pool = poisoned(5, HV, V, K, dtype=torch.bfloat16)
+    pool[1] = some_state()
+    exports = export_rows((0, tokens, 3), (0, 0, 4))
+    o = run(*inputs, pool, ints(0, tokens), ints(1), ints(2), exports, max_query=tokens)
+    expected, states = formula(inputs, pool[1])
+    assert worst_row_error(o, expected) < 5e-6
+    # The nearest: half a unit in the last place, of 8 bits; and the float32 sum's own error.
+    off = (pool[2].double() - states[-1]).abs()
+    assert (off <= states[-1].abs() * 2**-8 + 1e-5).all()
+    assert off.max() > 1e-4
+    assert torch.equal(pool[3], pool[2])
+    assert torch.equal(pool[4], pool[1])
+
+
+def test_states_in_bfloat16_are_not_updated_in_place() -> None:
+    pool = torch.zeros(2, HV, V, K, dtype=torch.bfloat16)
+    args = (*rule_inputs(1, dtype=torch.float32), pool, ints(0, 1), ints(0), ints(1), NO_EXPORTS)
+    kwargs = {"max_query": 1}
+    provider = gated_delta_rule.providers["torch_in_place"]
+    assert provider.when(Call(args, kwargs, Bucket(), CPU_GENERIC)) == (
+        "computes in the states themselves, and so in float32, not in bfloat16"
+    )
+    kept = (*args[:5], pool.float(), *args[6:])
+    assert provider.when(Call(kept, kwargs, Bucket(), CPU_GENERIC)) is None
 
 
 @runs

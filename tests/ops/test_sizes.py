@@ -72,6 +72,25 @@ def test_a_step_changes_its_own_sizes_only(family):
     assert len(base) > 10
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "kimi_linear"])
+def test_what_was_timed_on_float32_states_says_nothing_of_bfloat16_ones(family):
+    """A table's times are found by format and dtype, and sizes: that of states has to be among them."""
+    step = Bucket(0, 3, 3, 1, 64, 3)
+    wide, narrow = (
+        all_sizes(build_model(tiny_config(family), dtype=torch.bfloat16, state_dtype=dtype), step)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    of_states = {
+        key for key in wide if key[1] in ("gated_delta", "gated_delta_rule", "channel_delta", "channel_delta_rule")
+    }
+    assert len({op for _, op in of_states}) == 2
+    assert {s.format for key in of_states for s in wide[key]} == {"float32"}
+    assert {s.format for key in of_states for s in narrow[key]} == {"bfloat16"}
+    assert {key: made for key, made in wide.items() if key not in of_states} == {
+        key: made for key, made in narrow.items() if key not in of_states
+    }
+
+
 def test_tokens_requests_and_bounds_are_read_off():
     model = build_model(tiny_config("qwen3_5_moe_text"), dtype=torch.float32)
     found = all_sizes(model, Bucket(0, 40, 2, 30, 64, 2))

@@ -75,7 +75,7 @@ def command(
     hardware = gpu_of(gpu)
     if dollars:
         hardware = replace(hardware, dollars_per_hour=dollars)
-    layout = Layout(tp, dp, ep, fp8_weights, fp8_head, fp8_kv, bf16_state)
+    layout = Layout(tp, dp, ep, fp8_weights, fp8_head, fp8_kv, bf16_state or engine_options.state_dtype == "bfloat16")
     checkpoint = open_checkpoint(options.model)
     config = checkpoint.config
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from firstlight.cache import CachePool, PagedSpec, page_bytes, slot_bytes
+from firstlight.cache import CachePool, PagedSpec, SlotSpec, page_bytes, slot_bytes
 from firstlight.config import EngineOptions
 from firstlight.engine.request_ops import RequestOps
 from firstlight.engine.sampler import Sampler
@@ -92,6 +92,11 @@ def resolve_dtype(option: str, config: Mapping[str, Any], hardware: Hardware) ->
     return dtype
 
 
+def state_dtype(option: str) -> torch.dtype:
+    """Recurrent states' dtype: the option; "auto" is float32, which the model files compute in."""
+    return torch.bfloat16 if option == "bfloat16" else torch.float32
+
+
 def bind_only(
     options: EngineOptions,
     mesh: Mesh | None = None,
@@ -114,7 +119,11 @@ def bind_only(
     known = checkpoint.has_weights and options.weights != "random"
     stored = published_names(family(config), checkpoint.tensors) if known else {}
     scheme = _scheme(config, dtype, stored) if known else scheme_of(config, dtype)
-    model = build_model(config, dtype=dtype, mesh=mesh, scheme=scheme)
+    model = build_model(config, dtype=dtype, mesh=mesh, scheme=scheme, state_dtype=state_dtype(options.state_dtype))
+    if options.state_dtype == "bfloat16" and not any(isinstance(spec, SlotSpec) for spec in caches(model).values()):
+        raise FirstlightError(
+            f"--state-dtype bfloat16: {config.get('model_type')} keeps no recurrent states, only KV; leave the option out"
+        )
     limit = model.config.max_position_embeddings
     if options.max_context > limit:
         raise FirstlightError(f"--max-context {options.max_context} is more than the model's own limit of {limit}")

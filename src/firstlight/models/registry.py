@@ -64,10 +64,11 @@ def build_model(
     mesh: Mesh | None = None,
     scheme: Scheme | None = None,
     cache_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype = torch.float32,
 ) -> CausalModel:
     """The model of a config on the meta device, for one rank of a mesh. Weights are loaded, or drawn, afterwards.
 
     Raises ConfigError, or ValueError where the mesh can't split it.
     """
-    build = Build(mesh or Mesh(), dtype, scheme or Scheme(dtype), cache_dtype or dtype)
+    build = Build(mesh or Mesh(), dtype, scheme or Scheme(dtype), cache_dtype or dtype, state_dtype)
     return family(config)(config, build).eval()

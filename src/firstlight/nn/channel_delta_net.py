@@ -42,7 +42,7 @@ class ChannelDeltaNet(Module):
         self.cache_spec = SlotSpec(
             {
                 "conv": ((3 * self.heads * dim, kernel - 1), build.dtype),
-                "state": ((self.heads, dim, dim), torch.float32),
+                "state": ((self.heads, dim, dim), build.state_dtype),
             }
         )
         self.mix = {kind: CallSite(channel_delta, kind) for kind in ("decode", "prefill")}

@@ -75,7 +75,7 @@ class GatedDeltaNet(Module):
         self.cache_spec = SlotSpec(
             {
                 "conv": ((channels, kernel - 1), build.dtype),
-                "state": ((self.value_heads, value_dim, key_dim), torch.float32),
+                "state": ((self.value_heads, value_dim, key_dim), build.state_dtype),
             }
         )
         self.mix = {kind: CallSite(gated_delta, kind) for kind in ("decode", "prefill")}

@@ -26,12 +26,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What modules are built for: the mesh, the activations' dtype, the formats of weights, and the dtype of KV."""
+    """What modules are built for: the mesh, the activations' dtype, the formats of weights, the dtypes of KV and of recurrent states."""
 
     mesh: Mesh
     dtype: torch.dtype
     scheme: Scheme
     cache_dtype: torch.dtype
+    state_dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)

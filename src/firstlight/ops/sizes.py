@@ -7,7 +7,7 @@ their own have the shape of their first tensor, and what a step sets if they tak
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -126,6 +126,14 @@ def _delta_rule(given: Given) -> Sizes:
     return Sizes(_step(given, given["v"].shape[0]), sizes, stored(given["pool"]), stored(given["v"]))
 
 
+def _channel_delta(given: Given) -> Sizes:
+    return replace(_plain(given), format=stored(given["state_pool"]))
+
+
+def _channel_delta_rule(given: Given) -> Sizes:
+    return replace(_plain(given), format=stored(given["pool"]))
+
+
 def _rope_angles(given: Given) -> Sizes:
     frequencies = given["inv_freq"]
     sizes = {"columns": 2 * frequencies.shape[0], "axes": given["positions"].dim()}
@@ -161,6 +169,8 @@ READERS: dict[str, Callable[[Given], Sizes]] = {
     "attention_prologue": _prologue,
     "gated_delta": _gated_delta,
     "gated_delta_rule": _delta_rule,
+    "channel_delta": _channel_delta,
+    "channel_delta_rule": _channel_delta_rule,
     "rope_angles": _rope_angles,
     "embedding": _embedding,
     "gather_rows": _gather,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from firstlight.cache.spec import SlotSpec
 from firstlight.errors import FirstlightError
 from firstlight.hardware import GPUS, Hardware
 from firstlight.hardware.calibration import Table
@@ -16,7 +15,6 @@ from firstlight.hardware.timings import Timings
 from firstlight.models import CausalModel, build_model
 from firstlight.models.buckets import GPU_DEFAULTS
 from firstlight.models.config import text_section
-from firstlight.nn.module import Module
 from firstlight.parallel import Mesh
 from firstlight.predict.step_time import Conditions, StepModel
 from firstlight.predict.walk import walk_model
@@ -83,20 +81,8 @@ def build(config: Mapping[str, Any], layout: Layout) -> CausalModel:
     if layout.float8_weights or layout.float8_head:
         scheme = Float8Where(dtype, scheme, layout.float8_weights, layout.float8_head)
     cache = torch.float8_e4m3fn if layout.float8_cache else dtype
-    model = build_model(config, dtype=dtype, mesh=layout.mesh, scheme=scheme, cache_dtype=cache)
-    if layout.bfloat16_state:
-        for module in model.modules():
-            if isinstance(module, Module) and isinstance(module.cache_spec, SlotSpec):
-                module.cache_spec = _halved(module.cache_spec)
-    return model
-
-
-def _halved(spec: SlotSpec) -> SlotSpec:
-    tensors = {
-        name: (shape, torch.bfloat16 if dtype == torch.float32 else dtype)
-        for name, (shape, dtype) in spec.tensors.items()
-    }
-    return replace(spec, tensors=tensors)
+    state = torch.bfloat16 if layout.bfloat16_state else torch.float32
+    return build_model(config, dtype=dtype, mesh=layout.mesh, scheme=scheme, cache_dtype=cache, state_dtype=state)
 
 
 def step_model(

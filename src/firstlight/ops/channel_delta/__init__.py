@@ -35,7 +35,7 @@ def body(
     """q | k | v = causal_conv(mixed); o = channel_delta_rule(l2(q) / sqrt(K), l2(k), v, gates of f and b).
 
     mixed: [T, 3 H K], raw projections q | k | v. f: [T, H K]. b: [T, H]. conv_weight: [3 H K, W]. A_log: [H]. dt_bias: [H K].
-    conv_pool: [slots, 3 H K, W - 1] and state_pool: [slots, H, K, K] float32, one slot for both, written in place. The rest
+    conv_pool: [slots, 3 H K, W - 1] and state_pool: [slots, H, K, K] float32 or bfloat16, one slot for both, written in place. The rest
     as in `gated_delta_rule`. heads, dim: H, K of this rank. l2 norms have eps 1e-6.
     Returns [T, H, K] in mixed.dtype. Rounded to mixed.dtype: the convolution, normalised q and k, and o.
     Source: Kimi Linear (arXiv 2510.26692) and its model file.

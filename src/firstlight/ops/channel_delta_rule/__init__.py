@@ -27,7 +27,7 @@ def body(
     """For each token: S *= exp(g) along the key; u = beta * (v - S k); S += u k^T; o = S q.
 
     q, k: [T, H, K], normalised, q scaled. v: [T, H, V]. g: [T, H, K], log decay, at most 0. beta: [T, H].
-    pool: [slots, H, V, K] float32, written in place; query_start, state_in, state_out, exports, max_query: as in
+    pool: [slots, H, V, K] float32 or bfloat16, written in place; query_start, state_in, state_out, exports, max_query: as in
     `gated_delta_rule`. Returns o, [T, H, V] in v.dtype. All reads come before all writes. float32 inside (float64 if q or
     pool is), one cast. Rows of padding tokens are unspecified.
     Tolerance of providers: 1e-5 of the largest output in float32; chunks sum in another order.

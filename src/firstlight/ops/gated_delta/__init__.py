@@ -44,8 +44,8 @@ def body(
     """q | k | v = causal_conv(mixed); y = gated_rms_norm(gated_delta_rule(l2(q) / sqrt(K), l2(k), v, gates), z).
 
     mixed: [T, C], raw projections q | k | v, C = 2 HK K + HV V. z: [T, HV V]. a, b: [T, HV]. conv_weight: [C, W].
-    A_log, dt_bias: [HV]. norm_weight: [V]. conv_pool: [slots, C, W - 1] and state_pool: [slots, HV, V, K] float32, one
-    slot for both, written in place. The rest as in `gated_delta_rule`; `log` holds the convolution's columns as well.
+    A_log, dt_bias: [HV]. norm_weight: [V]. conv_pool: [slots, C, W - 1] and state_pool: [slots, HV, V, K] float32 or bfloat16,
+    one slot for both, written in place. The rest as in `gated_delta_rule`; `log` holds the convolution's columns as well.
     key_heads, value_heads, key_dim, value_dim: HK, HV, K, V of this rank. eps: of the gated norm; l2 norms have 1e-6.
     Returns [T, HV V] in mixed.dtype. Rounded to mixed.dtype: the convolution, normalised q and k, o, and as the norm says.
     Source: Gated Delta Networks (arXiv 2412.06464); the Qwen3-Next and Qwen3.5 model files.

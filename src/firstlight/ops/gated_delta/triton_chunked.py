@@ -83,7 +83,7 @@ def choose_cut(
 
 
 def when(call: Call) -> str | None:
-    """Steps that keep plain float32 states, with heads whose sizes are powers of two."""
+    """Steps that keep plain states, with heads whose sizes are powers of two."""
     if reason := unavailable(call.hardware):
         return reason
     if call.kwargs.get("log") is not None or call.args[12].dim() != 1:

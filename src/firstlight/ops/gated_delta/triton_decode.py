@@ -24,10 +24,12 @@ FEW_HEADS = 132
 """Up to here (value heads of all requests) a head's last program applies the norm."""
 LARGEST_STATE = 2**16
 """Elements of a head's state."""
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+"""Of states in the pool; those in bfloat16 are widened as they are read, and rounded once, as they are written."""
 
 
 def when(call: Call) -> str | None:
-    """Decode steps that keep plain float32 states, with heads whose sizes are powers of two."""
+    """Decode steps that keep plain states, with heads whose sizes are powers of two."""
     if reason := unavailable(call.hardware):
         return reason
     if call.kwargs["max_query"] != 1:
@@ -41,7 +43,7 @@ def unsupported(call: Call) -> str | None:
     """Why the shapes or dtypes of a call don't fit the Triton kernels, or None."""
     key_dim, value_dim = call.kwargs["key_dim"], call.kwargs["value_dim"]
     state = call.args[9]
-    if call.dtype not in (torch.bfloat16, torch.float16, torch.float32) or state.dtype != torch.float32:
+    if call.dtype not in (torch.bfloat16, torch.float16, torch.float32) or state.dtype not in STATE_DTYPES:
         return f"computes in float32 from 16 or 32 bits, not with {call.dtype} inputs and {state.dtype} states"
     if key_dim & (key_dim - 1) or value_dim & (value_dim - 1) or min(key_dim, value_dim) < 8:
         return f"heads of {key_dim} keys and {value_dim} values: both have to be powers of two, 8 or more"

@@ -308,7 +308,8 @@ def streaming_kernel(
     o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     o_k = tl.arange(0, K // LINE)[None, :, None] * LINE + tl.arange(0, LINE)[None, None, :]
     o_s = i_hv * (V * K) + o_v[:, None, None] * K + o_k
-    state = tl.load(state_pool_ptr + source * state_stride_slot + o_s, mask=(source > 0) & (o_s >= 0), other=0.0)
+    p_state = state_pool_ptr + source * state_stride_slot + o_s
+    state = tl.load(p_state, mask=(source > 0) & (o_s >= 0), other=0.0).to(tl.float32)
     if PDL:
         # The kernel before wrote what follows, and no states.
         tl.extra.cuda.gdc_wait()

@@ -1,6 +1,6 @@
 """The kernels of `triton_chunked` that carry states from chunk to chunk. Letters as in `triton_chunked_kernels`.
 
-States lie here as they do in the pool, [V, K]: each product has then the state or the updates on its left, where the matrix
+States are float32 here, whatever the pool's dtype, and lie as they do there, [V, K]: each product has then the state or the updates on its left, where the matrix
 units read them from the registers that the product before left them in, and tokens on its right, which come from memory.
 """
 
@@ -82,7 +82,7 @@ def transitions_kernel(
     held_ptr = state_pool_ptr + source * state_stride_slot + i_hv * (V * K)
     seeded = of_values & (source > 0) & (i_s == 0)
     S = tl.load(held_ptr + o_v[:, None] * K + o_k[None, :], mask=seeded & (o_v[:, None] < V), other=0.0)
-    S = tl.where(o_v[:, None] == V + o_k[None, :], 1.0, S)
+    S = tl.where(o_v[:, None] == V + o_k[None, :], 1.0, S.to(tl.float32))
     p_k = columns_ptr + HK * K + i_hv // (HV // HK) * K + o_i[:, None] * C + o_k[None, :]
     p_v = columns_ptr + 2 * HK * K + i_hv * V + o_i[:, None] * C + o_v[None, :]
     p_x = inverse_ptr + i_hv * (CHUNK * CHUNK) + o_i[:, None] * CHUNK + o_i[None, :]
@@ -137,7 +137,8 @@ def fold_kernel(
     i_m = segment_row(query_start_ptr, i_r, segment_chunks, BLOCK_R, CHUNK) * HV + i_hv
     p_start = starts_ptr + i_m * (V * K) + o_s
     # The first segment's too: its program may run after another has written the slot.
-    tl.store(p_start, tl.load(held_ptr + o_s, mask=(source > 0) & (o_s >= 0), other=0.0))
+    held = tl.load(held_ptr + o_s, mask=(source > 0) & (o_s >= 0), other=0.0)
+    tl.store(p_start, held.to(tl.float32))
     p_start += HV * (V * K)
     p_transition = transitions_ptr + i_m * (K * K) + o_k[:, None] * K + o_k[None, :]
     S = tl.load(p_start)
@@ -230,6 +231,7 @@ def states_kernel(
     o_k = tl.arange(0, K)
     o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     o_s = i_hv * (V * K) + o_v[:, None] * K + o_k[None, :]
+    p_held = state_pool_ptr + source * state_stride_slot + o_s
     if HAS_SEGMENTS:
         i_s = tl.program_id(2)
         begin = i_s * segment_chunks
@@ -240,11 +242,11 @@ def states_kernel(
             i_m = segment_row(query_start_ptr, i_r, segment_chunks, BLOCK_R, CHUNK) + i_s
             S = tl.load(starts_ptr + i_m * (HV * V * K) + o_s)
         else:
-            S = tl.load(state_pool_ptr + source * state_stride_slot + o_s, mask=(source > 0) & (o_s >= 0), other=0.0)
+            S = tl.load(p_held, mask=(source > 0) & (o_s >= 0), other=0.0).to(tl.float32)
     else:
         begin = 0
         end = chunks
-        S = tl.load(state_pool_ptr + source * state_stride_slot + o_s, mask=(source > 0) & (o_s >= 0), other=0.0)
+        S = tl.load(p_held, mask=(source > 0) & (o_s >= 0), other=0.0).to(tl.float32)
     final = end == chunks
     p_q = columns_ptr + i_hv // (HV // HK) * K + o_i[:, None] * C + o_k[None, :]
     p_v = columns_ptr + 2 * HK * K + i_hv * V + o_i[:, None] * C + o_v[None, :]
@@ -324,7 +326,11 @@ def exports_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Takes exported states from the start of a chunk, where `states_kernel` left them, to a token inside it, one by one."""
+    """Takes exported states from the start of a chunk, where `states_kernel` left them, to a token inside it, one by one.
+
+    In a pool of bfloat16 such a state has then been rounded at the chunk's start as well: keeping it wide in between would take
+    memory for every export.
+    """
     SLICES: tl.constexpr = V // BLOCK_V
     C: tl.constexpr = 2 * HK * K + HV * V
     i_hv = tl.program_id(0) // SLICES
@@ -342,7 +348,7 @@ def exports_kernel(
     o_k = tl.arange(0, K)
     o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     p_state = state_pool_ptr + slot * state_stride_slot + i_hv * (V * K) + o_v[:, None] * K + o_k[None, :]
-    S = tl.load(p_state)
+    S = tl.load(p_state).to(tl.float32)
     y_ptr = columns_ptr + (first + after // CHUNK * CHUNK) * C
     p_k = y_ptr + HK * K + i_hv // (HV // HK) * K + o_k
     p_v = y_ptr + 2 * HK * K + i_hv * V + o_v

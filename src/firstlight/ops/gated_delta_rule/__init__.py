@@ -38,7 +38,7 @@ def body(
 
     q, k: [T, HK, K], normalised, q scaled. v: [T, HV, V]. HV is a multiple of HK; key head h serves value heads
     h * HV/HK to (h + 1) * HV/HK - 1. g: [T, HV], log decay, at most 0. beta: [T, HV].
-    pool: [slots, HV, V, K] float32, K contiguous; written in place.
+    pool: [slots, HV, V, K] float32, or bfloat16 (see below), K contiguous; written in place.
     query_start: [R + 1] int, cumulative from 0; requests without tokens come last. max_query: bound of a request's tokens.
     state_in: [R] int, slot of the state before the step; null (<= 0) is a state of zeros; several may share a slot.
     state_out: [R] int, slot for the state after the request's tokens, null writes none; it may be the same slot.
@@ -48,8 +48,10 @@ def body(
       Requests with state_out null append the step's tokens, which must fit (log_length + tokens <= ring), and write no
       state; the others write their state with log and step folded in, and log nothing.
     Returns o, [T, HV, V] in v.dtype, contiguous. All reads come before all writes. float32 inside (float64 if q or pool
-    is), one cast. Rows of padding tokens are unspecified. Raises ValueError for a log together with state_out [R, q].
-    Tolerance of providers: 1e-5 of the largest output in float32; chunks sum in another order.
+    is), one cast. A pool of bfloat16 rounds states as they are written, and nothing sooner: outputs come from states as they
+    were computed, but where a step ends changes what follows. Rows of padding tokens are unspecified. Raises ValueError for a log together with state_out [R, q].
+    Tolerance of providers: 1e-5 of the largest output in float32; chunks sum in another order. States in bfloat16: 2^-8 of a
+    state, a rounding; an export from inside a chunk may be rounded at the chunk's start too.
     Source: Gated Delta Networks (arXiv 2412.06464), equation 10, in the order of the Qwen3-Next and Qwen3.5 model files.
     """
     check_log("gated_delta_rule", state_out, log)

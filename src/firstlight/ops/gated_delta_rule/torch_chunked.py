@@ -21,13 +21,14 @@ CHUNK = 64
 
 
 def workspace(call: Call) -> int:
-    """States of all requests, before and after a chunk, and a chunk of all of them, widened: bytes."""
+    """States of all requests, before and after a chunk, and a chunk of all of them, widened, and states as they are kept: bytes."""
     k, pool, requests = call.args[1], call.args[5], len(call.args[7])
     _, heads, value_dim, key_dim = pool.shape
     chunk = min(CHUNK, call.kwargs["max_query"], len(k))
     tokens = chunk * (k.shape[1] * (6 * key_dim + 3 * chunk) + heads * (8 * value_dim + 5 * chunk + 16))
     out = call.args[2].nbytes + 64 * len(k)
-    return requests * 4 * (4 * heads * value_dim * key_dim + tokens) + 2 * out
+    narrow = requests * heads * value_dim * key_dim * pool.element_size() if pool.element_size() < 4 else 0
+    return requests * 4 * (4 * heads * value_dim * key_dim + tokens) + 2 * out + narrow
 
 
 def run(

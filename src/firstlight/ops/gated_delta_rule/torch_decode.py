@@ -26,11 +26,12 @@ def when(call: Call) -> str | None:
 
 
 def workspace(call: Call) -> int:
-    """The states of all requests, and what a token brings, widened: bytes."""
+    """The states of all requests, and what a token brings, widened, and the states as they are kept, if that is narrower: bytes."""
     q, pool, requests = call.args[0], call.args[5], len(call.args[7])
     _, heads, value_dim, key_dim = pool.shape
     row = heads * (value_dim * 10 + key_dim * 2) + q.shape[1] * key_dim * 8
-    return requests * 4 * (heads * value_dim * key_dim + row)
+    narrow = requests * heads * value_dim * key_dim * pool.element_size() if pool.element_size() < 4 else 0
+    return requests * 4 * (heads * value_dim * key_dim + row) + narrow
 
 
 def run(

@@ -13,11 +13,16 @@ from torch import Tensor
 from firstlight.ops.gated_delta_rule import torch_decode
 from firstlight.ops.op import Call
 from firstlight.ops.precision import wide_dtype
+from firstlight.quant import dtype_name
 
 
 def when(call: Call) -> str | None:
-    """As the batched form, on a CPU."""
-    return "serves CPUs only" if call.hardware.kind != "cpu" else torch_decode.when(call)
+    """As the batched form, on a CPU, for states that are computed in the dtype that they are kept in."""
+    if call.hardware.kind != "cpu":
+        return "serves CPUs only"
+    if call.args[5].dtype not in (torch.float32, torch.float64):
+        return f"computes in the states themselves, and so in float32, not in {dtype_name(call.args[5].dtype)}"
+    return torch_decode.when(call)
 
 
 def run(
