@@ -28,10 +28,17 @@ def engine(checkpoint: Path, **options: Any) -> Engine:
     return Engine(EngineOptions(model=str(checkpoint), **given), poison=True)
 
 
-def small_cache(checkpoint: Path, pages: int, live: int, checkpoints: int = 2, page_size: int = 16) -> dict[str, Any]:
+def small_cache(
+    checkpoint: Path,
+    pages: int,
+    live: int,
+    checkpoints: int = 2,
+    page_size: int = 16,
+    cache_dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
     """Options that give a cache of about so many pages, live slots and checkpoint slots."""
     config = json.loads((checkpoint / "config.json").read_text())
-    specs = list(caches(build_model(config, dtype=torch.float32)).values())
+    specs = list(caches(build_model(config, dtype=torch.float32, cache_dtype=cache_dtype)).values())
     page, slot = page_bytes(specs, page_size), slot_bytes(specs)
     left = max((live + 1) * slot + (pages + 1) * page, 2 * (live + 1) * slot)
     kept = checkpoints * slot

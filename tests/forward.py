@@ -29,12 +29,15 @@ def load(
     dtype: torch.dtype = torch.float32,
     mesh: Mesh | None = None,
     state_dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
 ) -> CausalModel:
     """The model of a checkpoint directory, bound and loaded on the CPU, with caches of its own."""
     checkpoint = open_checkpoint(directory)
     stored = published_names(family(checkpoint.config), checkpoint.tensors)
     scheme = scheme_of(checkpoint.config, dtype, stored={name: tensor.dtype for name, tensor in stored.items()})
-    model = build_model(checkpoint.config, dtype=dtype, scheme=scheme, mesh=mesh, state_dtype=state_dtype)
+    model = build_model(
+        checkpoint.config, dtype=dtype, scheme=scheme, mesh=mesh, cache_dtype=cache_dtype, state_dtype=state_dtype
+    )
     _, layouts = bind_model(model, [BUCKET], CPU_GENERIC)
     load_weights(model, stored, "cpu", layouts)
     pool = CachePool(caches(model), pages=40, slots=3, page_size=PAGE, device="cpu")

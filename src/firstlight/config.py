@@ -66,6 +66,11 @@ class EngineOptions(Options):
         description="Recurrent states of hybrid models; `auto`: float32. `bfloat16` halves a state's memory and traffic, and "
         "changes answers a little.",
     )
+    kv_dtype: Literal["auto", "float8_e4m3fn"] = Field(
+        "auto",
+        description="KV pages; `auto`: the activations'. `float8_e4m3fn` halves them and changes answers a little: "
+        "scale 1, values beyond +-448 are clamped.",
+    )
     seed: int = Field(0, description="Seed of random weights, and of requests that bring none.")
     op: tuple[str, ...] = Field(
         (), description="Force a provider: `OP=PROVIDER` or `OP.SITE=PROVIDER`; may be repeated."

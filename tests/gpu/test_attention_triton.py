@@ -13,6 +13,7 @@ from firstlight.hardware import detect
 from firstlight.ops.attention import attention, hopper_paged, triton_paged
 from firstlight.ops.attention_prologue import attention_prologue, triton_fused
 from firstlight.ops.op import Call
+from firstlight.ops.triton_support import float8_pages_unavailable
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ON_HOPPER = torch.cuda.is_available() and detect("cuda").architecture == "sm_90"
@@ -20,6 +21,12 @@ HOPPER = pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capabi
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+FLOAT8 = torch.float8_e4m3fn
+CONVERTS = torch.cuda.is_available() and float8_pages_unavailable(detect("cuda"), torch.empty(0, dtype=FLOAT8)) is None
+PAGES = pytest.mark.parametrize(
+    "float8",
+    [False, pytest.param(True, marks=pytest.mark.skipif(not CONVERTS, reason="needs a GPU that converts e4m3fn"))],
+)
 
 
 def fresh_generator() -> torch.Generator:
@@ -55,6 +62,7 @@ def batch(
 
 
 @DTYPES
+@PAGES
 @pytest.mark.parametrize("settings", [{}, {"window": 40}, {"causal": False}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize(
     "shape",
@@ -70,15 +78,22 @@ def batch(
     ("counts", "lengths"), [([1, 1, 1], [700, 1, 130]), ([4, 2], [4, 300]), ([150, 1, 33], [150, 90, 200])]
 )
 def test_attention(
-    counts: list[int], lengths: list[int], shape: dict[str, int], settings: dict[str, Any], dtype: torch.dtype
+    counts: list[int],
+    lengths: list[int],
+    shape: dict[str, int],
+    settings: dict[str, Any],
+    float8: bool,
+    dtype: torch.dtype,
 ) -> None:
     args, bounds = batch(counts, lengths, dtype=dtype, **shape)
+    if float8:
+        args[1:3] = [pool.to(FLOAT8) for pool in args[1:3]]
     settings = dict(settings)
     if settings.pop("sinks", False):
         settings["sinks"] = torch.randn(shape["heads"], device="cuda")
     ours = triton_paged.run(*args, **bounds, **settings)[: sum(counts)]
     theirs = attention.reference(*(x.double() if x.is_floating_point() else x for x in args), **bounds, **settings)
-    largest = args[2].nan_to_num(0).abs().max().double()
+    largest = args[2].double().nan_to_num(0).abs().max()
     assert ours.dtype == dtype
     assert (ours.double() - theirs[: sum(counts)]).abs().max() < TOLERANCE[dtype] * largest
 
@@ -171,6 +186,7 @@ def test_pages_beyond_two_billion_elements(run: Any, queries: int) -> None:
 
 
 @DTYPES
+@PAGES
 @pytest.mark.parametrize("tokens", [1, 70, 301])
 @pytest.mark.parametrize(
     "settings",
@@ -180,8 +196,8 @@ def test_pages_beyond_two_billion_elements(run: Any, queries: int) -> None:
     ],
     ids=str,
 )
-def test_prologue(settings: dict[str, Any], tokens: int, dtype: torch.dtype) -> None:
-    """Null slots are dropped, pages that nobody writes stay as they are."""
+def test_prologue(settings: dict[str, Any], tokens: int, float8: bool, dtype: torch.dtype) -> None:
+    """Null slots are dropped, pages that nobody writes stay as they are; e4m3 pages to a unit in its last place."""
     generator = fresh_generator()
 
     def normal(*shape: int) -> Tensor:
@@ -197,10 +213,21 @@ def test_prologue(settings: dict[str, Any], tokens: int, dtype: torch.dtype) -> 
     pools = [
         torch.full((2, tokens // 16 + 4, 16, kv_heads, dim), float("nan"), dtype=dtype, device="cuda") for _ in "ab"
     ]
+    if float8:
+        qkv[0, -dim:] = 1000
+        pools[0] = pools[0].to(FLOAT8)
     q, gate = triton_fused.run(qkv, *norms, angles, *pools[0], slot, **settings)
     exact = [x.double() for x in (qkv, *norms, angles, *pools[1])]
     expected_q, expected_gate = attention_prologue.reference(*exact, slot, **settings)
-    pairs = [(q, expected_q), (pools[0][0, 1:], exact[4][1:]), (pools[0][1, 1:], exact[5][1:])]
+    pairs = [(q, expected_q)]
+    for ours, theirs in zip(pools[0], exact[4:], strict=True):
+        if float8:
+            assert torch.equal(ours[1:].double().isnan(), theirs[1:].isnan())
+            torch.testing.assert_close(
+                ours[1:].double(), theirs[1:].clamp(-448, 448), rtol=0.125, atol=2**-9, equal_nan=True
+            )
+        else:
+            pairs.append((ours[1:], theirs[1:]))
     if gate is not None:
         pairs.append((gate, expected_gate))
     for ours, theirs in pairs:

@@ -23,20 +23,26 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from firstlight.ops.attention import hopper_paged, triton_paged, triton_paged_kernels
+from firstlight.ops.attention_prologue.triton_fused_kernel import attention_prologue_kernel
+from firstlight.ops.triton_support import FNUZ_ARCHITECTURES
 
 PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.\w+\.f32\.(\w+)\.\w+|v_mfma_f32_\d+x\d+x\d+_?(f32|f16|bf16)")
 TRANSFER = re.compile(r"cp\.async\.bulk\.tensor\.(\dd)\.shared")
 LOCAL = re.compile(r"STACK:(\d+)")
-INT32 = {"pages_ptr", "row_ptr", "query_start_ptr", "length_ptr"}
-FP32 = {"partial_ptr", "summary_ptr", "sinks_ptr"}
+INT32 = {"pages_ptr", "row_ptr", "query_start_ptr", "length_ptr", "slot_ptr"}
+FP32 = {"partial_ptr", "summary_ptr", "sinks_ptr", "angles_ptr"}
+PAGES = {"k_ptr", "v_ptr"}
 HEADS = {"H": 16, "KV": 2, "D": 256}
-KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
 PLAIN: dict[str, Any] = {"CAUSAL": True, "HAS_WINDOW": False, "HAS_SINKS": False, "sinks_ptr": None}
 EVERYTHING: dict[str, Any] = {"CAUSAL": True, "HAS_WINDOW": True, "HAS_SINKS": True}
 
 
 def triton_cases(backend: str) -> list[tuple[str, Any, torch.dtype, dict[str, Any], int, int]]:
-    """(name, kernel, dtype, constants, warps, stages) at the heads of Qwen3.5-35B-A3B, cut as calls are."""
+    """(name, kernel, dtype, constants, warps, stages) at the heads of Qwen3.5-35B-A3B, cut as calls are.
+
+    Pages are e4m3 where the name says so, and else have the kernel's dtype.
+    """
     kernels = triton_paged_kernels
 
     def cut(max_query: int, dtype: torch.dtype) -> triton_paged.Tiles:
@@ -52,26 +58,36 @@ def triton_cases(backend: str) -> list[tuple[str, Any, torch.dtype, dict[str, An
 
     one = cut(1, torch.bfloat16)
     split = {"BLOCK_M": one.rows, "BLOCK_N": one.keys, "SPLITS": 8, "PAGE": 64, "BLOCK_D": 256}
+    prologue = {"H": 16, "KV": 2, "D": 256, "F": 32, "PAGE": 64, "BLOCK_D": 256, "GATED": True}
+    prologue |= {"ZERO_CENTRED": True, "HAS_Q_NORM": True, "HAS_K_NORM": True}
     merge = {"H": 16, "D": 256, "BLOCK_D": 256, "SPLITS": 8, "BLOCK_S": 8, "HAS_SINKS": False, "sinks_ptr": None}
     return [
         prefill("prefill", torch.bfloat16, 64, PLAIN),
         prefill("prefill, pages of 16", torch.bfloat16, 16, PLAIN),
         prefill("prefill, pages of 1, window and sinks", torch.bfloat16, 1, EVERYTHING),
         prefill("prefill in float32", torch.float32, 64, PLAIN),
+        prefill("prefill, e4m3 pages", torch.bfloat16, 64, PLAIN),
+        prefill("prefill, e4m3 pages of 16, window and sinks", torch.bfloat16, 16, EVERYTHING),
         ("split", kernels.split_kernel, torch.bfloat16, {**HEADS, **split, **PLAIN}, one.warps, one.stages),
+        ("split, e4m3 pages", kernels.split_kernel, torch.bfloat16, {**HEADS, **split, **PLAIN}, one.warps, one.stages),
+        ("prologue", attention_prologue_kernel, torch.bfloat16, {**prologue, "BLOCK_T": 4}, 4, one.stages),
+        ("prologue, e4m3 pages", attention_prologue_kernel, torch.bfloat16, {**prologue, "BLOCK_T": 1}, 1, one.stages),
         ("merge", kernels.merge_kernel, torch.bfloat16, merge, 4, one.stages),
     ]
 
 
-def arguments(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> tuple[dict[str, str], Any, Any]:
-    """Types, constants and alignments of a kernel's arguments."""
+def arguments(
+    kernel: Any, dtype: torch.dtype, constants: dict[str, Any], pages: torch.dtype | None = None
+) -> tuple[dict[str, str], Any, Any]:
+    """Types, constants and alignments of a kernel's arguments. pages: dtype of keys and values, if it isn't `dtype`."""
     names = kernel.arg_names
     kinds = {
         name: "constexpr" if name in constants
         else "*i32" if name in INT32
         else "*fp32" if name in FP32
+        else f"*{KINDS[pages or dtype]}" if name in PAGES
         else f"*{KINDS[dtype]}" if name.endswith("_ptr")
-        else "fp32" if name == "scale" else "i32"
+        else "fp32" if name in ("scale", "eps") else "i32"
         for name in names
     }  # fmt: skip
     aligned = [n for n in names if n not in constants and (n.endswith("_ptr") or "_stride_" in n)]
@@ -129,7 +145,10 @@ def main() -> None:
     backend, architecture = sys.argv[1:]
     target = GPUTarget("cuda", int(architecture), 32) if backend == "cuda" else GPUTarget("hip", architecture, 64)
     for name, kernel, dtype, constants, warps, stages in triton_cases(backend):
-        kinds, fixed, aligned = arguments(kernel, dtype, constants)
+        if "e4m3" in name and architecture in FNUZ_ARCHITECTURES:
+            continue
+        pages = torch.float8_e4m3fn if "e4m3" in name else dtype
+        kinds, fixed, aligned = arguments(kernel, dtype, constants, pages)
         report(name, ASTSource(kernel, signature=kinds, constexprs=fixed, attrs=aligned), target, warps, stages)
     if backend == "cuda":
         for name, source in hopper_sources():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ops.examples_a import normal, paged_batch
@@ -19,6 +20,59 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 
 SPLIT = triton_paged.Tiles(tokens=9, rows=32, keys=16, splits=3, warps=4, stages=1)
 SMALL = triton_paged.Tiles(tokens=5, rows=16, keys=16, splits=1, warps=4, stages=1)
+
+
+@pytest.fixture
+def exact_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's own cast to e4m3 loses carries, which halves values, and its cast from e4m3 knows no NaN."""
+    from triton.runtime import interpreter
+
+    own = interpreter._convert_float
+
+    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if str(target) == "fp8e4nv":
+            assert str(source) == "fp32"
+            found = torch.from_numpy(np.ascontiguousarray(values).view(np.float32)).to(torch.float8_e4m3fn)
+            return found.view(torch.uint8).numpy()
+        if str(source) == "fp8e4nv":
+            assert str(target) in ("fp32", "fp16")
+            wide = torch.from_numpy(np.ascontiguousarray(values)).view(torch.float8_e4m3fn)
+            bits = np.uint32 if str(target) == "fp32" else np.uint16
+            return wide.to(torch.float32 if str(target) == "fp32" else torch.float16).numpy().view(bits)
+        return own(values, source, target, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@pytest.mark.usefixtures("exact_casts")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("tiles", [None, SPLIT, SMALL], ids=["chosen", "split", "small"])
+@pytest.mark.parametrize("settings", [{}, {"window": 3, "sinks": normal(6)}], ids=lambda s: ",".join(s))
+@pytest.mark.parametrize("size", [7, 16, 64])
+@pytest.mark.parametrize(
+    ("counts", "lengths"), [([1, 1, 1], [5, 1, 40]), ([9, 1, 3], [9, 12, 33]), ([33, 20], [170, 20])], ids=str
+)
+def test_float8_pages(
+    counts: list[int],
+    lengths: list[int],
+    size: int,
+    settings: dict[str, Any],
+    tiles: triton_paged.Tiles | None,
+    dtype: torch.dtype,
+) -> None:
+    """What is nobody's is NaN, in pages and in a null page."""
+    if tiles is SPLIT and max(counts) > SPLIT.tokens:
+        tiles = None
+    batch = paged_batch(counts, lengths, size=size, dtype=dtype, padding=2, pages_dtype=torch.float8_e4m3fn)
+    if max(lengths) > 2 * size:
+        batch["pages"][batch["row"][lengths.index(max(lengths))], 1] = 0
+    bounds = {"scale": 0.3, "max_query": max(counts), "max_context": max(lengths) + 5}
+    ours = triton_paged.run(*batch.values(), **bounds, **settings, tiles=tiles)[: sum(counts)]
+    exact = [x.double() if x.is_floating_point() else x for x in batch.values()]
+    theirs = attention.reference(*exact, **bounds, **settings)[: sum(counts)]
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("tiles", [None, SPLIT, SMALL], ids=["chosen", "split", "small"])
@@ -111,3 +165,25 @@ def test_prologue(settings: dict[str, bool], tokens: int, dtype: torch.dtype) ->
     for a, b in ((ours[0], theirs[0]), *((a[1:], b[1:]) for a, b in zip(*pools, strict=True))):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
     assert ours[1] is None if theirs[1] is None else torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.usefixtures("exact_casts")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [5, 70])
+@pytest.mark.parametrize("settings", [{}, {"gated": True, "zero_centred": True}], ids=str)
+def test_prologue_with_float8_pages(settings: dict[str, bool], tokens: int, dtype: torch.dtype) -> None:
+    """To one unit in the last place of e4m3; values beyond its largest number are clamped, NaN stays NaN."""
+    width = (3 * (1 + settings.get("gated", False)) + 2) * 8
+    qkv = normal(tokens, width).to(dtype)
+    qkv[1, -8:] = torch.tensor([500.0, -500.0, 464.0, 3e4, -3e4, torch.nan, 448.0, 0.001])
+    norms = [normal(8).to(dtype), normal(8, seed=2).to(dtype)]
+    slot = torch.randperm(150, generator=torch.Generator().manual_seed(tokens))[:tokens] + 4
+    pools = [[torch.full((40, 4, 1, 8), float("nan")).to(torch.float8_e4m3fn) for _ in "kv"] for _ in range(2)]
+    sizes = {"heads": 3, "kv_heads": 1, "head_dim": 8, "eps": 1e-5, **settings}
+    ours = triton_fused.run(qkv, *norms, normal(tokens, 4), *pools[0], slot, **sizes)
+    theirs = attention_prologue.reference(qkv, *norms, normal(tokens, 4), *pools[1], slot, **sizes)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2e-3, atol=2e-3)
+    keys, values = ([pool[i].float() for pool in pools] for i in range(2))
+    torch.testing.assert_close(*keys, rtol=0.125, atol=2**-9, equal_nan=True)
+    torch.testing.assert_close(*values, rtol=0, atol=0, equal_nan=True)
+    assert values[0].nan_to_num(0).abs().max() == 448

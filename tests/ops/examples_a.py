@@ -30,8 +30,9 @@ def paged_batch(
     dim: int = 8,
     dtype: torch.dtype = torch.float32,
     padding: int = 0,
+    pages_dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Inputs of `attention`: requests with `counts` new tokens each and contexts of `lengths`.
+    """Inputs of `attention`: requests with `counts` new tokens each and contexts of `lengths`. pages_dtype: if not `dtype`.
 
     Pages are dealt out in a shuffled order; all rows of the pools that hold no key are NaN, page 0 among them. `padding`
     adds that many tokens, and as many empty requests, behind the real ones.
@@ -53,8 +54,8 @@ def paged_batch(
     starts = torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int()
     return {
         "q": torch.randn(sum(counts) + padding, heads, dim, generator=generator).to(dtype),
-        "k_pages": k_pages,
-        "v_pages": v_pages,
+        "k_pages": k_pages.to(pages_dtype or dtype),
+        "v_pages": v_pages.to(pages_dtype or dtype),
         "pages": table,
         "row": torch.tensor([*rows, *[0] * padding], dtype=torch.int32),
         "query_start": starts,
@@ -62,17 +63,20 @@ def paged_batch(
     }
 
 
-def _attention(counts: list[int], lengths: list[int], **settings: Any) -> Example:
+def _attention(
+    counts: list[int], lengths: list[int], pages_dtype: torch.dtype | None = None, **settings: Any
+) -> Example:
     def make() -> tuple[tuple[Any, ...], dict[str, Any]]:
         bounds = {"scale": 0.3, "max_query": max(counts), "max_context": max(lengths)}
-        return tuple(paged_batch(counts, lengths, padding=1).values()), bounds | settings
+        return tuple(paged_batch(counts, lengths, padding=1, pages_dtype=pages_dtype).values()), bounds | settings
 
     return make
 
 
 def _prologue(**settings: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     columns = (3 * (1 + settings.get("gated", False)) + 2) * 8
-    pools = (torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8))
+    dtype = settings.pop("pages_dtype", torch.float32)
+    pools = (torch.zeros(3, 4, 1, 8, dtype=dtype), torch.zeros(3, 4, 1, 8, dtype=dtype))
     norms = (normal(8), normal(8)) if settings.pop("normed") else (None, None)
     tensors = (normal(5, columns), *norms, normal(5, 4), *pools, torch.tensor([4, 5, 11, 0, 0]))
     return tensors, {"heads": 3, "kv_heads": 1, "head_dim": 8} | settings
@@ -147,12 +151,14 @@ EXAMPLES: dict[str, list[Example]] = {
     "attention_prologue": [
         lambda: _prologue(normed=False),
         lambda: _prologue(normed=True, gated=True, eps=1e-5, zero_centred=True),
+        lambda: _prologue(normed=True, pages_dtype=torch.float8_e4m3fn),
     ],
     "attention": [
         _attention([1, 1, 1], [5, 1, 9]),
         _attention([3, 1, 9], [5, 7, 9], window=3),
         _attention([3, 1], [5, 7], causal=False, sinks=normal(6)),
         _attention([2], [5], out=torch.zeros(3, 6, 8)),
+        _attention([1, 1], [5, 9], pages_dtype=torch.float8_e4m3fn),
     ],
     "segment_attention": [
         lambda: (

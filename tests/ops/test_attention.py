@@ -1,11 +1,14 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from ops.examples_a import normal, paged_batch
 
-from firstlight.hardware import CPU_GENERIC
+from firstlight.hardware import CPU_GENERIC, GPUS, Hardware
 from firstlight.ops.attention import attention
+from firstlight.ops.attention_prologue import attention_prologue
+from firstlight.ops.cpu_native.providers import attention_when
 from firstlight.ops.op import Call, Shape
 
 SDPA = attention.providers["torch_sdpa"].run
@@ -79,6 +82,68 @@ def test_dtypes(run: Any, dtype: torch.dtype, tolerance: float) -> None:
         out = run(*batch.values(), **bounds(counts, lengths))
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), by_formula(batch, scale=0.3), rtol=0, atol=tolerance)
+
+
+@RUNS
+@pytest.mark.parametrize("settings", [{}, {"window": 3}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize(("counts", "lengths"), BATCHES)
+def test_float8_pages(run: Any, counts: list[int], lengths: list[int], size: int, settings: dict[str, Any]) -> None:
+    """They are read as what they hold: nothing is rounded a second time."""
+    batch = paged_batch(counts, lengths, size=size, padding=2, pages_dtype=torch.float8_e4m3fn)
+    assert batch["k_pages"].double().isnan().any()
+    out = run(*batch.values(), **bounds(counts, lengths), **settings)[: sum(counts)]
+    assert out.dtype == torch.float32
+    expected = by_formula(batch, scale=0.3, **settings)[: sum(counts)]
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@RUNS
+@pytest.mark.parametrize("count", [3, 12])
+def test_float8_pages_of_a_block_major_pool_with_a_null_page(run: Any, count: int) -> None:
+    batch = paged_batch([1, count], [13, 12], dtype=torch.bfloat16, pages_dtype=torch.float8_e4m3fn)
+    batch["pages"][batch["row"][0], 1] = 0
+    arena = torch.empty(len(batch["k_pages"]), 3, 2, 4, 2, 8, dtype=torch.float8_e4m3fn)
+    arena.view(torch.uint8).fill_(0xFF)  # NaN
+    arena[:, 1, 0], arena[:, 1, 1] = batch["k_pages"], batch["v_pages"]
+    strided = batch | {"k_pages": arena[:, 1, 0], "v_pages": arena[:, 1, 1]}
+    out = run(*strided.values(), **bounds([1, count], [13, 12]))
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), by_formula(batch, scale=0.3), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "reason"),
+    [
+        (GPUS["h200"], None),
+        (GPUS["b200"], None),
+        (GPUS["mi355x"], None),
+        (GPUS["mi300x"], "the pages are float8_e4m3fn, and gfx942 converts e4m3fnuz"),
+        (replace(GPUS["mi300x"], architecture="gfx90a"), "which gfx950 converts, not gfx90a"),
+        (replace(GPUS["h200"], architecture="sm_80"), "which GPUs convert from sm_89 on, not sm_80"),
+    ],
+    ids=lambda value: getattr(value, "architecture", None),
+)
+def test_who_converts_float8_pages(hardware: Hardware, reason: str | None) -> None:
+    hardware = replace(hardware, features=hardware.features | {"triton"})
+    batch = paged_batch([1], [5], dtype=torch.bfloat16, pages_dtype=torch.float8_e4m3fn)
+    reading = Call(tuple(batch.values()), bounds([1], [5]), None, hardware)
+    pools = (batch["k_pages"], batch["v_pages"])
+    qkv = normal(1, 80, dtype=torch.bfloat16)
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": 8}
+    writing = Call((qkv, None, None, normal(1, 4), *pools, torch.tensor([4])), sizes, None, hardware)
+    for provider, call in (
+        (attention.providers["triton_paged"], reading),
+        (attention_prologue.providers["triton_fused"], writing),
+    ):
+        found = provider.when(call)
+        assert found is None if reason is None else found is not None and reason in found
+
+
+def test_the_cpu_kernels_refuse_float8_pages() -> None:
+    batch = paged_batch([1], [5], dtype=torch.bfloat16, pages_dtype=torch.float8_e4m3fn)
+    call = Call(tuple(batch.values()), bounds([1], [5]), None, CPU_GENERIC)
+    assert "k_pages is torch.float8_e4m3fn" in str(attention_when(call))
 
 
 @pytest.mark.parametrize("spread", [3, 200])
@@ -163,5 +228,8 @@ def test_cost_reads_each_context_once() -> None:
     cost = attention.cost(shape, *args, **bounds([1, 1], [5, 9]))
     assert cost.flops == {"float32": 2 * 2 * 14 * 6 * 8}
     assert cost.read == 2 * 6 * 8 * 4 + 14 * 2 * 8 * 4 * 2
+    float8 = [pool.to("meta", torch.float8_e4m3fn) for pool in args[1:3]]
+    halved = attention.cost(shape, args[0], *float8, *args[3:], **bounds([1, 1], [5, 9]))
+    assert (halved.flops, halved.read) == (cost.flops, 2 * 6 * 8 * 4 + 14 * 2 * 8 * 2)
     windowed = attention.cost(shape, *args, **bounds([1, 1], [5, 9]), window=3)
     assert windowed.flops == {"float32": 2 * 2 * 6 * 6 * 8}

@@ -38,6 +38,19 @@ def test_equals_the_steps_one_by_one(gated: bool, normed: bool) -> None:
         assert out_gate is None
 
 
+def test_float8_pages_get_the_same_rows_rounded() -> None:
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
+    qkv, norm, angles, slot = normal(5, 48) * 300, normal(DIM), normal(5, 4), torch.tensor([4, 11, 6, 7, 8])
+    exact = torch.zeros(3, 4, KV_HEADS, DIM), torch.zeros(3, 4, KV_HEADS, DIM)
+    float8 = [pool.to(torch.float8_e4m3fn) for pool in exact]
+    expected, _ = attention_prologue(qkv, norm, norm, angles, *exact, slot, **sizes)
+    q, _ = attention_prologue(qkv, norm, norm, angles, *float8, slot, **sizes)
+    assert torch.equal(q, expected)
+    assert exact[1].abs().max() > 448
+    for ours, theirs in zip(float8, exact, strict=True):
+        assert torch.equal(ours.float(), theirs.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
 def test_wrong_width_is_refused() -> None:
     pages = torch.zeros(3, 4, KV_HEADS, DIM)
     with pytest.raises(ValueError, match=r"qkv has 40 columns, but q \| k \| v take 24 \+ 12 \+ 12"):

@@ -37,6 +37,18 @@ def test_every_op_has_sizes(name):
         assert sizes.format
 
 
+@pytest.mark.parametrize("name", ["attention", "attention_prologue", "write_kv"])
+def test_times_over_float8_pages_are_not_those_over_others(name):
+    args, kwargs = EXAMPLES[name][0]()
+    names = list(REGISTRY[name].signature.parameters)
+    pools = [names.index("k_pages"), names.index("v_pages")]
+    narrow = [x.to(torch.float8_e4m3fn) if i in pools else x for i, x in enumerate(args)]
+    wide, found = (sizes_of(REGISTRY[name], given, kwargs) for given in (args, tuple(narrow)))
+    assert (wide.format, found.format) == ("float32", "float8_e4m3fn")
+    assert (wide.dtype, found.dtype) == ("float32", "float32")
+    assert wide.fixed == found.fixed
+
+
 def all_sizes(model, step):
     """(path, op) -> sizes of every call there, composites' parts included, in order."""
     for _, site in sites(model):

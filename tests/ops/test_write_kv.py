@@ -27,6 +27,19 @@ def test_null_slots_reach_page_0_alone() -> None:
         assert torch.equal(pool[1:], torch.zeros(2, 4, 2, 5))
 
 
+def test_float8_pages_hold_what_they_can() -> None:
+    """Beyond the largest number is the largest number; NaN shows."""
+    arena = torch.zeros(3, 2, 2, 4, 1, 5, dtype=torch.float8_e4m3fn)  # [pages, layers, k or v, page size, KV, D]
+    k = torch.tensor([[[0.3, -500.0, 1e30, -torch.inf, torch.nan]]])
+    for dtype in (torch.float32, torch.bfloat16):
+        write_kv(k.to(dtype), -k.to(dtype), arena[:, 1, 0], arena[:, 1, 1], torch.tensor([9]))
+        stored = torch.tensor([0.3125, -448.0, 448.0, -448.0, torch.nan])
+        assert torch.equal(arena[2, 1, 0, 1, 0].float().nan_to_num(7), stored.nan_to_num(7))
+        assert torch.equal(arena[2, 1, 1, 1, 0].float().nan_to_num(7), (-stored).nan_to_num(7))
+        arena[2, 1, :, 1] = 0
+        assert not arena.float().any()
+
+
 def test_block_major_pools_and_other_dtypes() -> None:
     arena = torch.zeros(3, 2, 2, 4, 2, 5, dtype=torch.bfloat16)  # [pages, layers, k or v, page size, KV, D]
     k, v = normal(1, 2, 5), normal(1, 2, 5, seed=1)

@@ -57,15 +57,16 @@ def _differs(op: str, actual: Tensor, expected: Tensor, tolerance: float) -> str
     if not actual.is_floating_point():
         wrong = int((rows != wanted).any(-1).sum())
         return f"{wrong} of {len(rows)} tokens have other integers" if wrong > allowed else None
+    wide = torch.float64 if actual.dtype == torch.float64 else torch.float32
+    rows, wanted = rows.to(wide), wanted.to(wide)
     defined = torch.isfinite(wanted).all(-1)  # the rest is padding, of which nothing is asked
     rows, wanted = rows[defined], wanted[defined]
     if not len(rows):
         return "can't be judged: no row of the reference's answer is finite"
     if not bool(torch.isfinite(rows).all()):
         return "gives NaN or infinity where the reference doesn't"
-    wide = torch.float64 if actual.dtype == torch.float64 else torch.float32
-    scale = wanted.to(wide).square().mean().sqrt().clamp(min=1e-30)
-    error = (rows.to(wide) - wanted.to(wide)).square().mean(-1).sqrt() / scale
+    scale = wanted.square().mean().sqrt().clamp(min=1e-30)
+    error = (rows - wanted).square().mean(-1).sqrt() / scale
     worst, beyond = float(error.max()), int((error > tolerance).sum())
     if not beyond or (op in CHOOSING and beyond <= allowed and worst <= OTHER_ERROR):
         return None

@@ -27,6 +27,7 @@ from firstlight.ops.observe import Bound, observed
 from firstlight.ops.op import REFERENCE, Call, Op, Provider, Shape
 from firstlight.ops.sample import sample
 from firstlight.ops.sizes import Sizes, sizes_of
+from firstlight.ops.write_kv import bits_of
 from firstlight.quant import LAYOUTS, Packed, format_of, repack
 from firstlight.step import StepBatch
 
@@ -456,7 +457,10 @@ class _Written:
 
     def now(self) -> list[Tensor]:
         """Copies of the rows as they are."""
-        return [tensor.clone() if index is None else tensor[index] for tensor, index in self._places()]
+        return [
+            tensor.clone() if index is None else bits_of(tensor)[index].view(tensor.dtype)
+            for tensor, index in self._places()
+        ]
 
     def put(self, values: list[Tensor]) -> None:
         """Write rows."""
@@ -464,7 +468,7 @@ class _Written:
             if index is None:
                 tensor.copy_(value)
             else:
-                tensor[index] = value
+                bits_of(tensor)[index] = bits_of(value)
 
     def put_back(self) -> None:
         """The rows as they were before the call."""

@@ -23,7 +23,9 @@ def command(
     tp: Annotated[int, typer.Option(min=1, help="Ranks that split every layer.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Replicas of the attention part.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Ranks that experts are spread over; divides tp x dp.")] = 1,
-    fp8_kv: Annotated[bool, typer.Option("--fp8-kv", help="KV cache in FP8.")] = False,
+    fp8_kv: Annotated[
+        bool, typer.Option("--fp8-kv", help="KV cache in FP8, as a run with --kv-dtype float8_e4m3fn.")
+    ] = False,
     fp8_weights: Annotated[bool, typer.Option("--fp8-weights", help="Weights of layers in FP8 blocks.")] = False,
     fp8_head: Annotated[bool, typer.Option("--fp8-head", help="Output head in FP8 blocks.")] = False,
     bf16_state: Annotated[bool, typer.Option("--bf16-state", help="Recurrent states in bfloat16.")] = False,
@@ -75,7 +77,9 @@ def command(
     hardware = gpu_of(gpu)
     if dollars:
         hardware = replace(hardware, dollars_per_hour=dollars)
-    layout = Layout(tp, dp, ep, fp8_weights, fp8_head, fp8_kv, bf16_state or engine_options.state_dtype == "bfloat16")
+    fp8_kv = fp8_kv or engine_options.kv_dtype == "float8_e4m3fn"
+    bf16_state = bf16_state or engine_options.state_dtype == "bfloat16"
+    layout = Layout(tp, dp, ep, fp8_weights, fp8_head, fp8_kv, bf16_state)
     checkpoint = open_checkpoint(options.model)
     config = checkpoint.config
     try:

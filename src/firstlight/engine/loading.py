@@ -97,6 +97,21 @@ def state_dtype(option: str) -> torch.dtype:
     return torch.bfloat16 if option == "bfloat16" else torch.float32
 
 
+def resolve_kv_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of KV pages: the option, or that of the activations."""
+    return dtype if option == "auto" else getattr(torch, option)  # type: ignore[no-any-return]
+
+
+def refuse_latents_in_float8(model: CausalModel) -> None:
+    """Raises FirstlightError if FP8 pages would hold anything but keys and values of heads."""
+    for path, spec in caches(model).items():
+        if isinstance(spec, PagedSpec) and spec.dtype == torch.float8_e4m3fn and spec.names != ("k", "v"):
+            raise FirstlightError(
+                f"--kv-dtype float8_e4m3fn: {path} keeps {', '.join(spec.names)} of latent attention, and FP8 pages are served for "
+                "keys and values of heads alone; use --kv-dtype auto"
+            )
+
+
 def bind_only(
     options: EngineOptions,
     mesh: Mesh | None = None,
@@ -119,7 +134,15 @@ def bind_only(
     known = checkpoint.has_weights and options.weights != "random"
     stored = published_names(family(config), checkpoint.tensors) if known else {}
     scheme = _scheme(config, dtype, stored) if known else scheme_of(config, dtype)
-    model = build_model(config, dtype=dtype, mesh=mesh, scheme=scheme, state_dtype=state_dtype(options.state_dtype))
+    model = build_model(
+        config,
+        dtype=dtype,
+        mesh=mesh,
+        scheme=scheme,
+        cache_dtype=resolve_kv_dtype(options.kv_dtype, dtype),
+        state_dtype=state_dtype(options.state_dtype),
+    )
+    refuse_latents_in_float8(model)
     if options.state_dtype == "bfloat16" and not any(isinstance(spec, SlotSpec) for spec in caches(model).values()):
         raise FirstlightError(
             f"--state-dtype bfloat16: {config.get('model_type')} keeps no recurrent states, only KV; leave the option out"

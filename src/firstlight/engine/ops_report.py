@@ -15,6 +15,7 @@ from firstlight.engine.loading import bind_only
 from firstlight.hardware import Hardware
 from firstlight.ops.binding import Choice, microseconds
 from firstlight.ops.op import sites
+from firstlight.quant import dtype_name
 from firstlight.step import Bucket
 
 HEAD = ("op", "provider", "buckets", "where")
@@ -37,7 +38,10 @@ def ops_report(options: EngineOptions, hardware: Hardware | None, every_site: bo
     """The choices, a row each, with refusals below. Sites of different layers that were bound alike share a row, unless
     `every_site`."""
     loaded = bind_only(options, hardware=hardware)
-    yield Text(f"{loaded.hardware.name}, {str(loaded.dtype).removeprefix('torch.')}; buckets:")
+    kinds = [dtype_name(loaded.dtype)]
+    if options.kv_dtype != "auto":
+        kinds.append(f"KV pages in {options.kv_dtype}")
+    yield Text(f"{loaded.hardware.name}, {', '.join(kinds)}; buckets:")
     for rung in loaded.buckets:
         yield Text(f"  {_bucket(rung)}")
     rows: dict[tuple[str, str, str], _Row] = {}

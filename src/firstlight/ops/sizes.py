@@ -114,6 +114,12 @@ def _prologue(given: Given) -> Sizes:
     return Sizes({"tokens": qkv.shape[0]}, sizes, stored(given["k_pages"]), stored(qkv))
 
 
+def _write_kv(given: Given) -> Sizes:
+    k = given["k"]
+    sizes = {"heads": k.shape[1], "columns": k.shape[2]}
+    return Sizes({"tokens": k.shape[0]}, sizes, stored(given["k_pages"]), stored(k))
+
+
 def _gated_delta(given: Given) -> Sizes:
     sizes = {name: given[name] for name in ("key_heads", "value_heads", "key_dim", "value_dim")}
     mixed = given["mixed"]
@@ -167,6 +173,7 @@ READERS: dict[str, Callable[[Given], Sizes]] = {
     "route": _route,
     "attention": _attention,
     "attention_prologue": _prologue,
+    "write_kv": _write_kv,
     "gated_delta": _gated_delta,
     "gated_delta_rule": _delta_rule,
     "channel_delta": _channel_delta,

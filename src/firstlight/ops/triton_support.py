@@ -22,6 +22,8 @@ from firstlight.quant import E4M3FNUZ, Packed
 
 FNUZ_ARCHITECTURES = ("gfx940", "gfx941", "gfx942")
 """GPUs whose FP8 matrix instructions read e4m3fnuz: an exponent bias of 8 where e4m3fn has 7, and no negative zero."""
+E4M3FN_ARCHITECTURES = ("gfx950",)
+"""AMD's GPUs with instructions for e4m3fn."""
 
 
 def unavailable(hardware: Hardware) -> str | None:
@@ -39,6 +41,20 @@ def hopper_unavailable(hardware: Hardware) -> str | None:
         return f"serves sm_90, not {hardware.architecture}"
     if not hardware.has("gluon"):
         return f"is written in the Gluon of triton {GLUON_RELEASE}, and another release is installed"
+    return None
+
+
+def float8_pages_unavailable(hardware: Hardware, *pages: torch.Tensor) -> str | None:
+    """Why Triton kernels can't convert these pages from and to e4m3fn, or None: they can, or none of the pages is FP8."""
+    if not any(pool.dtype == torch.float8_e4m3fn for pool in pages):
+        return None
+    architecture = hardware.architecture
+    if architecture in FNUZ_ARCHITECTURES:
+        return f"the pages are float8_e4m3fn, and {architecture} converts e4m3fnuz"
+    if hardware.kind == "hip" and architecture not in E4M3FN_ARCHITECTURES:
+        return f"the pages are float8_e4m3fn, which {', '.join(E4M3FN_ARCHITECTURES)} converts, not {architecture}"
+    if hardware.kind == "cuda" and int(architecture.removeprefix("sm_")) < 89:
+        return f"the pages are float8_e4m3fn, which GPUs convert from sm_89 on, not {architecture}"
     return None
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from firstlight.ops.attention import hopper_paged, torch_sdpa, triton_paged
 from firstlight.ops.op import Cost, Op, Shape
+from firstlight.ops.write_kv import bits_of
 
 
 def body(
@@ -28,8 +29,8 @@ def body(
 ) -> Tensor:
     """out[t] = sum over keys j of softmax_j(scale q[t] . k[j]) v[j], for each head.
 
-    q [T, H, D]; k_pages, v_pages [P, S, KV, D], any strides but 1 for D; query heads j g .. (j + 1) g - 1 read KV head j,
-    where g = H / KV. pages [rows, n]: the pages of a request in order, in row[r] of the table; a page <= 0 is null.
+    q [T, H, D]; k_pages, v_pages [P, S, KV, D] in q.dtype or float8_e4m3fn, any strides but 1 for D; query heads
+    j g .. (j + 1) g - 1 read KV head j, where g = H / KV. pages [rows, n]: the pages of a request in order, in row[r] of the table; a page <= 0 is null.
     query_start [R + 1]: tokens of request r are query_start[r] .. query_start[r + 1] - 1; length [R]: its context with
     this step, so token t stands at i = length[r] - (query_start[r + 1] - t). Integers are int32 or int64.
     Keys: those at j < length[r] in pages that aren't null; with `causal`, j <= i; with `window` > 0, j > i - window.
@@ -64,8 +65,8 @@ def body(
 def read_pages(pool: Tensor, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """The first `context` rows of a request's pages, [context, KV, D], zeros in null pages; and which are there."""
     present = (table > 0).repeat_interleave(pool.shape[1])[:context]
-    rows = pool.index_select(0, table.clamp(min=0)).flatten(0, 1)[:context]
-    return torch.where(present[:, None, None], rows, rows.new_zeros(())), present
+    rows = bits_of(pool).index_select(0, table.clamp(min=0)).flatten(0, 1)[:context]
+    return torch.where(present[:, None, None], rows, rows.new_zeros(())).view(pool.dtype), present
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, sinks: Tensor | None) -> Tensor:

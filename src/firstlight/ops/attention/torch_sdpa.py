@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from firstlight.ops.op import Call
+from firstlight.ops.write_kv import FP8, bits_of
 
 FEW_QUERIES = 8
 
@@ -61,14 +62,16 @@ def workspace(call: Call) -> int:
     query, size = call.kwargs["max_query"], k_pages.shape[1]
     keys = min(-(-call.kwargs["max_context"] // size), pages.shape[1]) * size
     together = call.args[6].shape[0] if query <= FEW_QUERIES else 1
-    rows = 2 * keys * k_pages.shape[2] * k_pages.shape[3] * k_pages.element_size()
+    # FP8 pages are gathered as they are, then converted: keys or values are there twice for a moment.
+    row_bytes = 2 * q.element_size() + (k_pages.element_size() if k_pages.dtype != q.dtype else 0)
+    rows = keys * k_pages.shape[2] * k_pages.shape[3] * row_bytes
     return together * (rows + keys * query * (1 + q.element_size())) + 2 * q.nbytes
 
 
 def when(call: Call) -> str | None:
     if call.kwargs.get("sinks") is not None:
         return "torch's attention knows no sinks"
-    if call.args[1].dtype != call.dtype:
+    if call.args[1].dtype not in (call.dtype, FP8):
         return f"the pages are {call.args[1].dtype}, the queries {call.dtype}"
     return None
 
@@ -93,7 +96,7 @@ def _padded(
     tables = tables[:, : -(-longest_context(length, max_context) // size)]
     key = torch.arange(tables.shape[1] * size, device=q.device)
     here = (tables > 0).repeat_interleave(size, dim=1) & (key < length[:, None])  # [R, keys]
-    k, v = (_gather(pool, tables, here) for pool in (k_pages, v_pages))  # [R, KV, keys, D]
+    k, v = (_gather(pool, tables, here, q.dtype) for pool in (k_pages, v_pages))  # [R, KV, keys, D]
 
     count = query_start[1:] - query_start[:-1]
     offset = torch.arange(max_query, device=q.device)
@@ -127,7 +130,7 @@ def _single(
     table = table[None, : -(-context // size)]
     key = torch.arange(table.shape[1] * size, device=q.device)
     here = (table > 0).repeat_interleave(size, dim=1) & (key < context)
-    k, v = (_gather(pool, table, here)[0, :, None].expand(-1, group, -1, -1) for pool in (k_pages, v_pages))
+    k, v = (_gather(pool, table, here, q.dtype)[0, :, None].expand(-1, group, -1, -1) for pool in (k_pages, v_pages))
     seen = _seen(here, key[context - q.shape[0] : context, None], key, causal, window)
     result = _attend(q.unflatten(1, (-1, group)).permute(1, 2, 0, 3), k, v, seen, scale)  # [KV, g, N, D]
     return result.permute(2, 0, 1, 3).flatten(1, 2)
@@ -138,9 +141,11 @@ def longest_context(length: Tensor, max_context: int) -> int:
     return max(1, int(length.max())) if length.device.type == "cpu" else max_context
 
 
-def _gather(pool: Tensor, tables: Tensor, here: Tensor) -> Tensor:
-    """Pages of all requests, [R, KV, keys, D], with zeros wherever there is no key: what lies there may be NaN."""
-    rows = pool.index_select(0, tables.flatten().clamp(min=0))  # far quicker than pool[...], whatever the strides
+def _gather(pool: Tensor, tables: Tensor, here: Tensor, dtype: torch.dtype) -> Tensor:
+    """Pages of all requests in `dtype`, [R, KV, keys, D], zeros wherever there is no key: what lies there may be NaN."""
+    chosen = tables.flatten().clamp(min=0)
+    rows = bits_of(pool).index_select(0, chosen)  # far quicker than pool[...], whatever the strides
+    rows = rows.view(pool.dtype).to(dtype)
     here = here.view(rows.shape[:2])
     if rows.device.type == "cpu":  # few pages have holes, and looking for them costs nothing
         partial = (~here.all(dim=1)).nonzero()[:, 0]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import multiprocessors, power_of_two, unavailable
+from firstlight.ops.triton_support import float8_pages_unavailable, multiprocessors, power_of_two, unavailable
 
 LARGEST_HEAD = 256
 
@@ -33,7 +33,7 @@ class Tiles:
 
 
 def when(call: Call) -> str | None:
-    """Every call in 32 bits or fewer with heads of at most 256 dimensions."""
+    """Every call in 32 bits or fewer with heads of at most 256 dimensions, over pages of q's dtype or of e4m3."""
     if reason := unavailable(call.hardware):
         return reason
     q, k_pages, v_pages = call.args[0], call.args[1], call.args[2]
@@ -45,7 +45,7 @@ def when(call: Call) -> str | None:
         return "reads pages whose head dimensions are dense"
     if call.kwargs["scale"] < 0:
         return f"needs a scale of at least 0, not {call.kwargs['scale']}"
-    return None
+    return float8_pages_unavailable(call.hardware, k_pages, v_pages)
 
 
 def workspace(call: Call) -> int:

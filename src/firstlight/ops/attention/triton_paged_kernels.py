@@ -24,7 +24,7 @@ def load_rows(
     pool_ptr, page, o_s, m_n, o_d, i_kv, stride_page, stride_s, stride_h,
     D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_D] of keys or values of a KV head, zeros where m_n is false."""
+    """[BLOCK_N, BLOCK_D] of keys or values of a KV head, converted from the pages' dtype; zeros where m_n is false."""
     p_page = pool_ptr + page.to(tl.int64) * stride_page + i_kv.to(tl.int64) * stride_h
     if PAGE % BLOCK_N != 0:
         p_page = p_page[:, None]

@@ -34,7 +34,7 @@ def body(
 
     qkv [T, N], N = heads D (1 + gated) + 2 kv_heads D, rows q | k | v; gated: the q part is [q D | gate D] for each head.
     q_norm, k_norm [D], or None: no norm; they, eps and zero_centred are those of `rms_norm` over a head's D dimensions.
-    angles [T, 2 F]: see `rope`. k_pages, v_pages [P, S, kv_heads, D] are written in place at slot [T]: see `write_kv`.
+    angles [T, 2 F]: see `rope`. k_pages, v_pages [P, S, kv_heads, D] are written in place at slot [T], in their own dtype: see `write_kv`.
     Returns q [T, heads, D] and gate [T, heads D] (not normed, not turned; None unless gated), in qkv.dtype.
     Raises ValueError if N isn't what the sizes say. Tolerance: that of rms_norm followed by rope.
     """

@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import unavailable
+from firstlight.ops.triton_support import float8_pages_unavailable, unavailable
 
 LARGEST_HEAD = 1024
 
 
 def when(call: Call) -> str | None:
-    """Every call in 32 bits or fewer."""
+    """Every call in 32 bits or fewer; the pages may be e4m3."""
     if reason := unavailable(call.hardware):
         return reason
     if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"computes in float32 from 16 or 32 bits, not from {call.dtype}"
     if call.kwargs["head_dim"] > LARGEST_HEAD:
         return f"holds heads of at most {LARGEST_HEAD} dimensions, not {call.kwargs['head_dim']}"
-    return None
+    return float8_pages_unavailable(call.hardware, call.args[4], call.args[5])
 
 
 def run(

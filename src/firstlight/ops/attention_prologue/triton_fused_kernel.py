@@ -53,6 +53,16 @@ def turned(
     return (x.to(tl.float32) * cos + other.to(tl.float32) * sin).to(dtype)
 
 
+@triton.jit
+def as_stored(x, dtype: tl.constexpr):
+    """x in the dtype of pages; in e4m3 what is beyond its largest number becomes that, and NaN stays NaN."""
+    if dtype == tl.float8e4nv:
+        wide = x.to(tl.float32)
+        wide = tl.where(wide > 448.0, 448.0, tl.where(wide < -448.0, -448.0, wide))
+        return wide.to(dtype)
+    return x.to(dtype)
+
+
 @kernel
 def attention_prologue_kernel(
     qkv_ptr,
@@ -111,9 +121,9 @@ def attention_prologue_kernel(
             o_x = o_row + H * Q_WIDTH + i_kv * D
             k = turned(qkv_ptr, k_norm_ptr, angles_ptr, o_x, o_d, o_angle, mask, eps, D, F, ZERO_CENTRED, HAS_K_NORM)
             p_k = k_ptr + page * k_stride_page + offset * k_stride_s + i_kv * k_stride_h + o_d[None, :]
-            tl.store(p_k, k.to(k_ptr.dtype.element_ty), mask=mask)
+            tl.store(p_k, as_stored(k, k_ptr.dtype.element_ty), mask=mask)
         else:
             i_kv = i_h - H - KV
             v = tl.load(qkv_ptr + o_row[:, None] + H * Q_WIDTH + (KV + i_kv) * D + o_d[None, :], mask=mask, other=0.0)
             p_v = v_ptr + page * v_stride_page + offset * v_stride_s + i_kv * v_stride_h + o_d[None, :]
-            tl.store(p_v, v.to(v_ptr.dtype.element_ty), mask=mask)
+            tl.store(p_v, as_stored(v, v_ptr.dtype.element_ty), mask=mask)
