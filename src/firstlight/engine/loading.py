@@ -99,7 +99,7 @@ def state_dtype(option: str) -> torch.dtype:
 
 def resolve_kv_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of KV pages: the option, or that of the activations."""
-    return dtype if option == "auto" else getattr(torch, option)  # type: ignore[no-any-return]
+    return dtype if option == "auto" else getattr(torch, option)
 
 
 def refuse_latents_in_float8(model: CausalModel) -> None:
