@@ -41,6 +41,8 @@ def ops_report(options: EngineOptions, hardware: Hardware | None, every_site: bo
     kinds = [dtype_name(loaded.dtype)]
     if options.kv_dtype != "auto":
         kinds.append(f"KV pages in {options.kv_dtype}")
+    if options.state_dtype != "auto":
+        kinds.append(f"states in {options.state_dtype}")
     yield Text(f"{loaded.hardware.name}, {', '.join(kinds)}; buckets:")
     for rung in loaded.buckets:
         yield Text(f"  {_bucket(rung)}")
