@@ -12,7 +12,7 @@ import torch
 from ops.examples_b import EXAMPLES, normal
 from torch import Tensor
 
-from firstlight.hardware.description import H200
+from firstlight.hardware import H200
 from firstlight.ops.experts import experts
 from firstlight.ops.experts.torch_grouped import run as grouped
 from firstlight.ops.op import REFERENCE, REGISTRY, Call
