@@ -20,6 +20,19 @@ from firstlight.scheduling.sampling import SamplingParams, ServiceClass
 
 PROMPT_LENGTHS = (1, 10, 75, 130, 33)
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "chunks of 1": {"step_tokens": 1, "max_running": 1},
+    "chunks of 7": {"step_tokens": 7, "max_running": 2},
+    "chunks of 16": {"step_tokens": 16, "max_running": 4},
+    "chunks of 64": {"step_tokens": 64},
+    "one at a time": {"max_running": 1},
+    "no prefix cache": {"prefix_cache": False},
+    "two plans in flight": {"depth": 2},
+    "pages of 1": {"page_size": 1},
+    "pages of 64": {"page_size": 64},
+    "one provider for all buckets": {"invariant": True},
+}
+"""Options that change how steps are made up, and no answer."""
 
 
 def engine(checkpoint: Path, **options: Any) -> Engine:
@@ -79,6 +92,20 @@ def answer(running: Engine, all_prompts: Sequence[Sequence[int]], sampling: Samp
         running.add(request(f"r{i}", prompt, sampling))
     answers = drain(running)
     return [answers[f"r{i}"] for i in range(len(all_prompts))]
+
+
+def answer_arrivals(running: Engine, sampling: SamplingParams = GREEDY) -> list[list[int]]:
+    """Answers to `prompts()` that arrive while others decode; twice, so that the second time prefixes are found."""
+    answers: dict[str, list[int]] = {}
+    for turn in range(2):
+        for i, prompt in enumerate(prompts()):
+            running.add(request(f"{turn}.{i}", prompt, sampling))
+            for _ in range(2):
+                for delta in running.step():
+                    answers.setdefault(delta.id, []).extend(delta.tokens)
+        for name, tokens in drain(running).items():
+            answers.setdefault(name, []).extend(tokens)
+    return [answers[f"{turn}.{i}"] for turn in range(2) for i in range(len(prompts()))]
 
 
 def reference_answer(reference: Any, prompt: Sequence[int], new: int = 16) -> list[int]:

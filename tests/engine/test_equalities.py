@@ -9,31 +9,12 @@ import itertools
 
 import pytest
 import torch
-from driver import GREEDY, answer, drain, engine, prompts, reference_answer, request, small_cache
+from driver import GREEDY, VARIANTS, answer, drain, engine, prompts, reference_answer, request, small_cache
 from reference import FAMILIES, HYBRIDS, reference_model, save_checkpoint
 
 from firstlight.scheduling.sampling import SamplingParams
 
-VARIANTS = {
-    "chunks of 1": {"step_tokens": 1, "max_running": 1},
-    "chunks of 7": {"step_tokens": 7, "max_running": 2},
-    "chunks of 16": {"step_tokens": 16, "max_running": 4},
-    "chunks of 64": {"step_tokens": 64},
-    "one at a time": {"max_running": 1},
-    "no prefix cache": {"prefix_cache": False},
-    "two plans in flight": {"depth": 2},
-    "pages of 1": {"page_size": 1},
-    "pages of 64": {"page_size": 64},
-    "one provider for all buckets": {"invariant": True},
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import json
 
 import pytest
 import torch
-from driver import answer, engine, prompts, small_cache
+from driver import VARIANTS, answer, engine, prompts, small_cache
 from forward import load, logits, sequence
 from reference import save_checkpoint, tiny_config
 
@@ -23,25 +23,7 @@ from firstlight.scheduling.sampling import SamplingParams
 
 FLOAT8 = {"kv_dtype": "float8_e4m3fn"}
 NAMES = ("llama", "qwen3_5_moe_text")
-VARIANTS = {
-    "chunks of 1": {"step_tokens": 1, "max_running": 1},
-    "chunks of 7": {"step_tokens": 7, "max_running": 2},
-    "chunks of 64": {"step_tokens": 64},
-    "one at a time": {"max_running": 1},
-    "no prefix cache": {"prefix_cache": False},
-    "two plans in flight": {"depth": 2},
-    "pages of 1": {"page_size": 1},
-    "pages of 64": {"page_size": 64},
-    "one provider for all buckets": {"invariant": True},
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

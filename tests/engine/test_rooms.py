@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from driver import answer, engine, prompts, request
+from driver import GREEDY, answer, answer_arrivals, engine, prompts
 from reference import save_checkpoint
 
 from firstlight.config import EngineOptions
@@ -74,16 +74,16 @@ class PaddedExecutor(Executor):
 
 
 @pytest.mark.parametrize(
-    "sampling", [None, SamplingParams(temperature=0.9, top_k=30, top_p=0.9, seed=2, max_tokens=16)]
+    "sampling", [GREEDY, SamplingParams(temperature=0.9, top_k=30, top_p=0.9, seed=2, max_tokens=16)]
 )
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_moe", "qwen3_next", "deepseek_v3"])
-def test_padding_changes_nothing(name: str, sampling: SamplingParams | None, tmp_path) -> None:
+def test_padding_changes_nothing(name: str, sampling: SamplingParams, tmp_path) -> None:
     checkpoint = save_checkpoint(name, tmp_path)
     options = {"step_tokens": 96, "max_running": 6, "invariant": True}
-    wanted = stepwise(engine(checkpoint, **options), sampling)
+    wanted = answer_arrivals(engine(checkpoint, **options), sampling)
     for spare in (2, 0):
         running = padding_engine(checkpoint, spare, **options)
-        assert stepwise(running, sampling) == wanted
+        assert answer_arrivals(running, sampling) == wanted
         assert {"mixed", "prompts", "decode"} <= set(running.executor.rooms)
 
 
@@ -149,22 +149,6 @@ def test_a_prompt_of_one_token_is_a_prompt(tmp_path) -> None:
     one = np.array([1], np.int32)
     step = HostStep(one, np.array([0, 1], np.int32), one, one, one, np.empty((0, 3), np.int32), np.arange(1), 0, 1)
     assert choose_bucket(running.loaded.buckets, step).query > 1
-
-
-def stepwise(running, sampling: SamplingParams | None) -> dict[str, list[int]]:
-    """Answers to requests that arrive while others decode; twice, so that the second time prefixes are found."""
-    answers: dict[str, list[int]] = {}
-    for turn in range(2):
-        for i, prompt in enumerate(prompts()):
-            running.add(request(f"{turn}.{i}", prompt, *([sampling] if sampling else [])))
-            for _ in range(2):
-                for delta in running.step():
-                    answers.setdefault(delta.id, []).extend(delta.tokens)
-        while running.has_work():
-            for delta in running.step():
-                answers.setdefault(delta.id, []).extend(delta.tokens)
-    running.scheduler.check_integrity()
-    return answers
 
 
 def test_a_room_refuses_what_it_has_no_room_for(tmp_path) -> None:

@@ -18,15 +18,9 @@ from firstlight.engine.loading import bind_only
 from firstlight.errors import FirstlightError
 from firstlight.nn.module import caches
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = (10, 75, 40, 33)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ def test_prefill_of_one_repeated_token() -> None:
         kwargs,
         exact=False,
     )
-    assert max(found.values()) < 5e-2, found
+    assert max(found.values()) < 3e-2, found
 
 
 def test_512_steps_do_not_drift() -> None:

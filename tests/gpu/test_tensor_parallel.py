@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from driver import answer, engine, prompts, request
+from driver import answer, answer_arrivals, engine, prompts
 from reference import reference_model, save_checkpoint
 from served_model import rank_processes, served
 
@@ -52,22 +52,6 @@ def test_captured_steps_of_two_ranks_are_the_steps_bit_for_bit(tmp_path):
             rank.kill()
 
 
-def mixed(running) -> list[list[int]]:
-    """Answers to prompts that come while others decode; twice, so that the second time prefixes are found."""
-    answers: dict[str, list[int]] = {}
-    for turn in range(2):
-        for i, prompt in enumerate(prompts()):
-            running.add(request(f"{turn}.{i}", prompt))
-            for _ in range(2):
-                for delta in running.step():
-                    answers.setdefault(delta.id, []).extend(delta.tokens)
-        while running.has_work():
-            for delta in running.step():
-                answers.setdefault(delta.id, []).extend(delta.tokens)
-    running.scheduler.check_integrity()
-    return [answers[f"{turn}.{i}"] for turn in range(2) for i in range(len(prompts()))]
-
-
 def check_equal_within_ties(want: list[list[int]], got: list[list[int]]) -> None:
     """Answers to `prompts()`, once or over and over, agree or part where the reference's logits are close."""
     for asked, expected, tokens in zip(prompts() * (len(want) // len(prompts())), want, got, strict=True):
@@ -83,13 +67,13 @@ def check_equal_within_ties(want: list[list[int]], got: list[list[int]]) -> None
 
 def test_two_ranks_give_the_tokens_of_one_captured_or_op_by_op(tmp_path):
     checkpoint = save_checkpoint(NAME, tmp_path)
-    want = mixed(engine(checkpoint, **OPTIONS))
+    want = answer_arrivals(engine(checkpoint, **OPTIONS))
     answers, drawn = {}, {}
     for graphs in (True, False):
         both = engine(checkpoint, tensor_parallel=2, graphs=graphs, **OPTIONS)
         try:
             assert bool(both.executor.executor.captured) is graphs
-            answers[graphs], drawn[graphs] = mixed(both), answer(both, prompts(), WARM)
+            answers[graphs], drawn[graphs] = answer_arrivals(both), answer(both, prompts(), WARM)
             assert both.scheduler.metrics.matched_tokens > 0
             [process] = both.followers._processes
         finally:

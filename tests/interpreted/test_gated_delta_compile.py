@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from interpreted.own_process import printed
 
-SOURCES = Path(__file__).parents[2] / "src"
 PRODUCTS = {"matrices": ["bf16", "f16"], "transitions": ["bf16"], "states": ["bf16"]}
 
 
@@ -18,19 +12,7 @@ PRODUCTS = {"matrices": ["bf16", "f16"], "transitions": ["bf16"], "states": ["bf
     ("backend", "architecture", "shared_kib"), [("cuda", "90", 227), ("hip", "gfx942", 64), ("hip", "gfx950", 160)]
 )
 def test_compiles(backend: str, architecture: str, shared_kib: int) -> None:
-    """In a process of its own: the interpreter's switch is read when a kernel is defined."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).with_name("compile_gated_delta.py")
-    done = subprocess.run(
-        [sys.executable, str(script), backend, architecture],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = {line["kernel"]: line for line in map(json.loads, done.stdout.splitlines())}
+    kernels = {line["kernel"]: line for line in printed("compile_gated_delta.py", backend, architecture, timeout=250)}
     assert len(kernels) == 15
     for name, kernel in kernels.items():
         assert kernel["shared"] <= shared_kib * 1024, kernel

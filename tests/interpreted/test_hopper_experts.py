@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted.own_process import printed
 from product_checks import draw, fp8, routed
 
 from firstlight.hardware import H200
 from firstlight.ops.experts import hopper_grouped
 from firstlight.ops.op import Call
-
-SOURCES = Path(__file__).parents[2] / "src"
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -83,16 +77,8 @@ def test_refuses(change: str, reason: str | None) -> None:
 
 
 def test_compiles() -> None:
-    """For sm_90: within shared memory, without spills, and products that aren't waited for one by one.
-
-    In a process of its own: the interpreter's switch is read when a kernel is defined.
-    """
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).with_name("compile_hopper_experts.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    """For sm_90: within shared memory, without spills, and products that aren't waited for one by one."""
+    kernels = printed("compile_hopper_experts.py")
     assert len(kernels) == 10
     for kernel in kernels:
         assert kernel["shared"] <= 227 * 1024, kernel

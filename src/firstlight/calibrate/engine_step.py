@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from firstlight.engine.batch import HostStep, choose_bucket, fill, send
+from firstlight.engine.batch import HostStep, choose_bucket, send
 from firstlight.engine.executor import Executor
 from firstlight.engine.graphs import StepGraph, draw_tokens
 from firstlight.errors import FirstlightError
@@ -69,23 +69,11 @@ def step_runner(
 
     def run() -> None:
         table.length.copy_(lengths)
-        if graph is not None:
-            assert executor.graphs is not None
-            made, new_length, sent = executor.graphs.step_of(graph.memory, graph.room)
-        else:
-            sent = sent_alone
-            made, new_length = fill(
-                loaded,
-                table,
-                sent,
-                bucket,
-                decodes=step.decodes,
-                tokens=step.tokens,
-                query=step.query,
-                context=step.context,
-                page_size=executor.pool.page_size,
-            )
-        logits = loaded.model(made)
-        draw_tokens(loaded, table, bucket, logits, sent, new_length, greedy=True, filtered=False)
+        if graph is None:
+            executor.run_sent(step, sent_alone, bucket, greedy=True, filtered=False)
+            return
+        assert executor.graphs is not None
+        made, new_length, sent = executor.graphs.step_of(graph.memory, graph.room)
+        draw_tokens(loaded, table, bucket, loaded.model(made), sent, new_length, greedy=True, filtered=False)
 
     return run, bucket

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from firstlight.cache import CachePool
-from firstlight.engine.batch import HostStep, choose_bucket, fill, read_plan, send
+from firstlight.engine.batch import DeviceStep, HostStep, choose_bucket, fill, read_plan, send
 from firstlight.engine.graphs import DRAWS, StepGraphs, draw_tokens
 from firstlight.engine.loading import BoundModel
 from firstlight.engine.request_table import RequestTable
@@ -119,7 +119,13 @@ class Executor:
 
     def _run(self, step: HostStep, greedy: bool, filtered: bool) -> torch.Tensor:
         """A step at its own size, op by op."""
-        bucket, sent = choose_bucket(self.loaded.buckets, step), send(step, self.loaded.device)
+        sent = send(step, self.loaded.device)
+        return self.run_sent(step, sent, choose_bucket(self.loaded.buckets, step), greedy=greedy, filtered=filtered)
+
+    def run_sent(
+        self, step: HostStep, sent: DeviceStep, bucket: Bucket, *, greedy: bool, filtered: bool
+    ) -> torch.Tensor:
+        """The tokens drawn in a step that is on the device already, op by op: nothing more comes from the host."""
         batch, new_length = fill(
             self.loaded,
             self.table,

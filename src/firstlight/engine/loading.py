@@ -92,19 +92,20 @@ def resolve_dtype(option: str, config: Mapping[str, Any], hardware: Hardware) ->
     return dtype
 
 
-def state_dtype(option: str) -> torch.dtype:
-    """Recurrent states' dtype: the option; "auto" is float32, which the model files compute in."""
-    return torch.bfloat16 if option == "bfloat16" else torch.float32
+def resolve_cache_dtype(option: str, default: torch.dtype) -> torch.dtype:
+    """The dtype of what is kept between steps: the option; `default` for "auto"."""
+    return default if option == "auto" else getattr(torch, option)
 
 
-def resolve_kv_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of KV pages: the option, or that of the activations."""
-    return dtype if option == "auto" else getattr(torch, option)
-
-
-def refuse_latents_in_float8(model: CausalModel) -> None:
-    """Raises FirstlightError if FP8 pages would hold anything but keys and values of heads."""
-    for path, spec in caches(model).items():
+def refuse_cache_dtypes(options: EngineOptions, model: CausalModel, model_type: object) -> None:
+    """Raises FirstlightError if FP8 pages would hold anything but keys and values of heads, or if there are no states for
+    --state-dtype."""
+    specs = caches(model)
+    if options.state_dtype == "bfloat16" and not any(isinstance(spec, SlotSpec) for spec in specs.values()):
+        raise FirstlightError(
+            f"--state-dtype bfloat16: {model_type} keeps no recurrent states, only KV; leave the option out"
+        )
+    for path, spec in specs.items():
         if isinstance(spec, PagedSpec) and spec.dtype == torch.float8_e4m3fn and spec.names != ("k", "v"):
             raise FirstlightError(
                 f"--kv-dtype float8_e4m3fn: {path} keeps {', '.join(spec.names)} of latent attention, and FP8 pages are served for "
@@ -139,14 +140,10 @@ def bind_only(
         dtype=dtype,
         mesh=mesh,
         scheme=scheme,
-        cache_dtype=resolve_kv_dtype(options.kv_dtype, dtype),
-        state_dtype=state_dtype(options.state_dtype),
+        cache_dtype=resolve_cache_dtype(options.kv_dtype, dtype),
+        state_dtype=resolve_cache_dtype(options.state_dtype, torch.float32),
     )
-    refuse_latents_in_float8(model)
-    if options.state_dtype == "bfloat16" and not any(isinstance(spec, SlotSpec) for spec in caches(model).values()):
-        raise FirstlightError(
-            f"--state-dtype bfloat16: {config.get('model_type')} keeps no recurrent states, only KV; leave the option out"
-        )
+    refuse_cache_dtypes(options, model, config.get("model_type"))
     limit = model.config.max_position_embeddings
     if options.max_context > limit:
         raise FirstlightError(f"--max-context {options.max_context} is more than the model's own limit of {limit}")

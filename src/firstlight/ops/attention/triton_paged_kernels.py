@@ -11,6 +11,15 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def find_request(i_r, query_start_ptr, length_ptr, pages_ptr, row_ptr, pages_stride_row):
+    """A request's first token, how many it has, its context with them, and the addresses of its pages' numbers."""
+    first = tl.load(query_start_ptr + i_r).to(tl.int64)
+    count = (tl.load(query_start_ptr + i_r + 1).to(tl.int64) - first).to(tl.int32)
+    context = tl.load(length_ptr + i_r).to(tl.int32)
+    return first, count, context, pages_ptr + tl.load(row_ptr + i_r).to(tl.int64) * pages_stride_row
+
+
+@triton.jit
 def load_pages(table_ptr, n, last, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
     """Where keys n .. n + BLOCK_N - 1 lie: their page if they share one, else a page for each; those after `last` read its."""
     if PAGE % BLOCK_N == 0:
@@ -140,10 +149,9 @@ def prefill_kernel(
     if i_r >= requests:
         return
     i_b = i_p - tl.max(tl.where((o_r < i_r) & m_r, ends, 0), 0)
-    first = tl.load(query_start_ptr + i_r).to(tl.int64)
-    count = (tl.load(query_start_ptr + i_r + 1).to(tl.int64) - first).to(tl.int32)
-    context = tl.load(length_ptr + i_r).to(tl.int32)
-    table_ptr = pages_ptr + tl.load(row_ptr + i_r).to(tl.int64) * pages_stride_row
+    first, count, context, table_ptr = find_request(
+        i_r, query_start_ptr, length_ptr, pages_ptr, row_ptr, pages_stride_row
+    )
 
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
@@ -240,10 +248,9 @@ def split_kernel(
     i_kv = tl.program_id(0) // SPLITS
     i_s = tl.program_id(0) % SPLITS
     i_r = tl.program_id(1)
-    first = tl.load(query_start_ptr + i_r).to(tl.int64)
-    count = (tl.load(query_start_ptr + i_r + 1).to(tl.int64) - first).to(tl.int32)
-    context = tl.load(length_ptr + i_r).to(tl.int32)
-    table_ptr = pages_ptr + tl.load(row_ptr + i_r).to(tl.int64) * pages_stride_row
+    first, count, context, table_ptr = find_request(
+        i_r, query_start_ptr, length_ptr, pages_ptr, row_ptr, pages_stride_row
+    )
     if count <= 0:
         return
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from firstlight.ops.experts import triton_grouped
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import hopper_unavailable
+from firstlight.ops.triton_support import cdiv, hopper_unavailable
 from firstlight.quant import Packed, Weight
 
 BLOCK = 128
@@ -52,12 +52,18 @@ def workspace(call: Call) -> int:
     return row_bytes(x, gate_up, down, experts.shape[1], has_shared=False)
 
 
+def most_tiles(tokens: int, top_k: int, local_experts: int, *, has_shared: bool) -> int:
+    """Tiles of rows that scratch memory is for: every pair's, and what the experts' last tiles leave open."""
+    pairs = tokens * top_k
+    return min(pairs, cdiv(pairs, BLOCK) + local_experts) + has_shared * cdiv(tokens, BLOCK)
+
+
 def row_bytes(x: Tensor, gate_up: Weight, down: Weight, top_k: int, *, has_shared: bool) -> int:
     """The same with a shared expert. Quantised tokens have the place of the products."""
     tokens, hidden = x.shape
     experts, _, size = down.shape
     pairs = tokens * top_k
-    tiles = min(pairs, -(-pairs // BLOCK) + experts) + has_shared * -(-tokens // BLOCK)
+    tiles = most_tiles(tokens, top_k, experts, has_shared=has_shared)
     rows = tiles * BLOCK * (hidden * x.element_size() + size + 4 * (hidden + size) // BLOCK)
     return rows + tiles * 12 + 4 * experts * tokens + 4 * (pairs + tokens)
 

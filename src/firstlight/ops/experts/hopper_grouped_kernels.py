@@ -26,17 +26,43 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from firstlight.ops.experts.hopper_grouped import BLOCK, most_tiles
 from firstlight.ops.experts.triton_list_kernels import Lists, tiled
 from firstlight.ops.experts.triton_row_kernels import numbered, quantised_to_rows
-from firstlight.ops.triton_support import cdiv, multiprocessors
+from firstlight.ops.triton_support import multiprocessors
 from firstlight.quant import Packed
 
-TILE = 128
-"""Rows of a tile."""
 LEAST = gl.constexpr(1e-10)
 LOG2_E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)
 """Rows of a group of warps."""
+
+
+@gluon.jit
+def find_tile(tile_ptr, i_tile):
+    """A tile's expert, and how many rows of it there are."""
+    expert = gl.load(tile_ptr + i_tile * 3)
+    rows = gl.load(tile_ptr + i_tile * 3 + 2) - gl.load(tile_ptr + i_tile * 3 + 1)
+    return expert, rows
+
+
+@gluon.jit
+def start_ring(full, empty, STAGES: gl.constexpr):
+    """Barriers of blocks that one warp fills and two groups empty."""
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+
+
+@gluon.jit
+def store_result(desc, row, column, out, result):
+    """To memory by way of `out`, from which what was stored before has been read by then."""
+    tma.store_wait(0)
+    gl.thread_barrier()
+    out.store(result.to(desc.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(desc, [row, column], out)
 
 
 @gluon.jit
@@ -49,8 +75,7 @@ def load_gate_and_up(
     for work in range(first_work, works, programs):
         i_tile = work // COLUMNS
         i_n = work % COLUMNS
-        expert = gl.load(tile_ptr + i_tile * 3)
-        rows = gl.load(tile_ptr + i_tile * 3 + 2) - gl.load(tile_ptr + i_tile * 3 + 1)
+        expert, rows = find_tile(tile_ptr, i_tile)
         both = rows > ROWS
         is_shared = expert == local_experts
         for i_k in range(STEPS):
@@ -110,8 +135,7 @@ def add_up_gate_and_up(
     for work in range(first_work, works, programs):
         i_tile = work // COLUMNS
         i_n = work % COLUMNS
-        expert = gl.load(tile_ptr + i_tile * 3)
-        rows = gl.load(tile_ptr + i_tile * 3 + 2) - gl.load(tile_ptr + i_tile * 3 + 1)
+        expert, rows = find_tile(tile_ptr, i_tile)
         if rows > HALF * ROWS:
             p_scale = scale_ptr + expert.to(gl.int64) * scale_stride_e + i_n * scale_stride_n
             to_up = (I // 128) * scale_stride_n
@@ -141,13 +165,8 @@ def add_up_gate_and_up(
             most = gl.maximum(gl.max(gl.abs(hidden), 1), LEAST)
             gl.store(hidden_scale_ptr + o_row.to(gl.int64) * COLUMNS + i_n, most / 448.0)
             # What rounding makes larger than the largest number becomes the largest: conversions saturate.
-            hidden = (hidden * gl.expand_dims(448.0 / most, 1)).to(hidden_desc.dtype)
-            tma.store_wait(0)
-            gl.thread_barrier()
-            out.store(hidden)
-            fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(hidden_desc, [i_tile * 128 + HALF * ROWS, i_n * 128], out)
+            hidden = hidden * gl.expand_dims(448.0 / most, 1)
+            store_result(hidden_desc, i_tile * 128 + HALF * ROWS, i_n * 128, out, hidden)
         else:
             for _ in range(STEPS):
                 slot = count % STAGES
@@ -178,9 +197,7 @@ def gate_and_up(
     out_smem = gl.allocate_shared_memory(x_desc.dtype, [2, ROWS, 128], SQUARE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    start_ring(full, empty, STAGES)
     fence_async_shared()
     gl.thread_barrier()
     works = gl.load(tiles_ptr) * COLUMNS
@@ -209,8 +226,7 @@ def load_down(
     for work in range(first_work, works, programs):
         i_tile = work // BANDS
         i_band = work % BANDS
-        expert = gl.load(tile_ptr + i_tile * 3)
-        rows = gl.load(tile_ptr + i_tile * 3 + 2) - gl.load(tile_ptr + i_tile * 3 + 1)
+        expert, rows = find_tile(tile_ptr, i_tile)
         both = rows > ROWS
         is_shared = expert == local_experts
         for i in range(BAND * STEPS):
@@ -254,8 +270,7 @@ def add_up_down(
     for work in range(first_work, works, programs):
         i_tile = work // BANDS
         i_band = work % BANDS
-        expert = gl.load(tile_ptr + i_tile * 3)
-        rows = gl.load(tile_ptr + i_tile * 3 + 2) - gl.load(tile_ptr + i_tile * 3 + 1)
+        expert, rows = find_tile(tile_ptr, i_tile)
         if rows > HALF * ROWS:
             p_scale = scale_ptr + expert.to(gl.int64) * scale_stride_e
             stride = scale_stride_n
@@ -265,7 +280,6 @@ def add_up_down(
                 stride = gl.where(is_shared, shared_scale_stride_n, stride)
             p_scale += i_band * BAND * stride
             p_x_scale = hidden_scale_ptr + (i_tile * 128 + o_m).to(gl.int64) * STEPS
-            nothing = gl.zeros([ROWS, 128], gl.float32, SUMS)
             for i_n in range(BAND):
                 acc = gl.zeros([ROWS, 128], gl.float32, SUMS)
                 for i_k in range(STEPS):
@@ -274,25 +288,12 @@ def add_up_down(
                     scale = gl.load(p_x_scale + i_k) * gl.load(p_scale + i_n * stride + i_k).to(gl.float32)
                     mbarrier.wait(x_full.index(x_slot), ((x_count + i_k) // X_STAGES) & 1)
                     mbarrier.wait(w_full.index(w_slot), ((w_count + i_k) // W_STAGES) & 1)
-                    part = warpgroup_mma(
-                        x_smem.index(x_slot * 2 + HALF),
-                        w_smem.index(w_slot).permute((1, 0)),
-                        nothing,
-                        use_acc=False,
-                        is_async=True,
-                    )
-                    part = warpgroup_mma_wait(0, deps=[part])
+                    part = product(x_smem.index(x_slot * 2 + HALF), w_smem.index(w_slot), SUMS)
                     gl.thread_barrier()
                     mbarrier.arrive(w_empty.index(w_slot), count=1)
                     mbarrier.arrive(x_empty.index(x_slot), count=1, pred=i_n == BAND - 1)
                     acc += part * gl.expand_dims(scale, 1)
-                # What was stored from here before has been read.
-                tma.store_wait(0)
-                gl.thread_barrier()
-                out.store(acc.to(y_desc.dtype))
-                fence_async_shared()
-                gl.thread_barrier()
-                tma.async_copy_shared_to_global(y_desc, [i_tile * 128 + HALF * ROWS, (i_band * BAND + i_n) * 128], out)
+                store_result(y_desc, i_tile * 128 + HALF * ROWS, (i_band * BAND + i_n) * 128, out, acc)
                 w_count += STEPS
             x_count += STEPS
         else:
@@ -333,12 +334,8 @@ def multiply_down(
     x_empty = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], BARRIER)
     w_full = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], BARRIER)
     w_empty = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], BARRIER)
-    for i in gl.static_range(X_STAGES):
-        mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=2)
-    for i in gl.static_range(W_STAGES):
-        mbarrier.init(w_full.index(i), count=1)
-        mbarrier.init(w_empty.index(i), count=2)
+    start_ring(x_full, x_empty, X_STAGES)
+    start_ring(w_full, w_empty, W_STAGES)
     fence_async_shared()
     gl.thread_barrier()
     works = gl.load(tiles_ptr) * BANDS
@@ -379,12 +376,6 @@ def described(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 128], layout)
 
 
-def most_rows(tokens: int, top_k: int, local_experts: int, has_shared: bool) -> int:
-    """Rows that scratch memory is for: every pair's, and what the experts' last tiles leave open."""
-    pairs = tokens * top_k
-    return TILE * (min(pairs, cdiv(pairs, TILE) + local_experts) + has_shared * cdiv(tokens, TILE))
-
-
 def multiplied(
     x: Tensor, chosen: Tensor, lists: Lists, gate_up: Packed, down: Packed, top_k: int, first_expert: int,
     shared: tuple[Packed, Packed] | None = None,
@@ -396,9 +387,10 @@ def multiplied(
     """
     tokens, hidden_size = x.shape
     local_experts, _, size = down.shape
-    height = most_rows(tokens, top_k, local_experts, shared is not None)
-    tile, tiles = tiled(lists, TILE, height // TILE, shared is not None)
-    row = numbered(lists, tile, tiles, TILE, top_k)
+    most = most_tiles(tokens, top_k, local_experts, has_shared=shared is not None)
+    height = most * BLOCK
+    tile, tiles = tiled(lists, BLOCK, most, shared is not None)
+    row = numbered(lists, tile, tiles, BLOCK, top_k)
     products = torch.empty((height, hidden_size), dtype=x.dtype, device=x.device)
     # Tokens in FP8 lie where the products come later: they are read before the first product is written.
     source = products.view(-1).view(gate_up.parts["data"].dtype)[: height * hidden_size].view(height, hidden_size)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from firstlight.ops.experts.triton_list_kernels import Lists, pairs_of
-from firstlight.ops.linear.triton_quantise import quantise_columns
+from firstlight.ops.linear.triton_quantise import groups_of_program, quantise_columns
 from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
 from firstlight.ops.triton_support import cdiv, power_of_two
 
@@ -35,11 +35,7 @@ def quantise_to_rows(
 ):  # fmt: skip
     """y [rows, K] and scale [rows, K / 128] of x [T, K]: a token's row is written once for each of its experts."""
     wait_for_inputs(PDL)
-    i_t, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_r = tl.arange(0, BLOCK_T * GROUPS)
-    o_t = i_t * BLOCK_T + o_r // GROUPS
-    o_group = i_k * GROUPS + o_r % GROUPS
-    o_k = o_group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    o_t, o_group, o_k = groups_of_program(BLOCK_T, GROUPS)
     m_r = (o_t < T) & (o_group * 128 < K)
     b_x = tl.load(x_ptr + o_t[:, None] * x_stride_t + o_k, mask=m_r[:, None], other=0.0).to(tl.float32)
     b_y, b_scale = quantise_columns(b_x, y_ptr.dtype.element_ty)

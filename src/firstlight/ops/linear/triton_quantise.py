@@ -33,18 +33,23 @@ def quantise_tokens(b_x, DTYPE: tl.constexpr):
     return tl.clamp(b_x / b_scale[None, :], -LIMIT, LIMIT).to(DTYPE), b_scale
 
 
+@triton.jit
+def groups_of_program(BLOCK_T: tl.constexpr, GROUPS: tl.constexpr):
+    """A program's BLOCK_T tokens and GROUPS groups of each: tokens [M], groups [M], and their columns [M, 128]."""
+    o_r = tl.arange(0, BLOCK_T * GROUPS)
+    o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + o_r // GROUPS
+    o_group = tl.program_id(1) * GROUPS + o_r % GROUPS
+    return o_t, o_group, o_group[:, None] * 128 + tl.arange(0, 128)[None, :]
+
+
 @kernel
 def quantise_rows(
     x_ptr, y_ptr, scale_ptr, T, K, x_stride_t, scale_stride_t, scale_stride_k,
     BLOCK_T: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [T, K] and scale [T, K / 128] of x [T, K]; a program takes BLOCK_T tokens and GROUPS groups."""
+    """y [T, K] and scale [T, K / 128] of x [T, K]."""
     wait_for_inputs(PDL)
-    i_t, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_r = tl.arange(0, BLOCK_T * GROUPS)
-    o_t = i_t * BLOCK_T + o_r // GROUPS
-    o_group = i_k * GROUPS + o_r % GROUPS
-    o_k = o_group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    o_t, o_group, o_k = groups_of_program(BLOCK_T, GROUPS)
     m_t = o_t < T
     mask = m_t[:, None] & (o_k < K)
     b_x = tl.load(x_ptr + o_t[:, None] * x_stride_t + o_k, mask=mask, other=0.0).to(tl.float32)
