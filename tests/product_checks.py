@@ -48,11 +48,13 @@ def exactly(value: Any) -> Any:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The worst row's RMS error over the RMS of all."""
+    """The worst row's RMS error over its RMS, or over that of all rows if that is larger: errors grow with their row."""
     assert not actual.isnan().any(), "NaN in the result"
-    error = (actual.cpu().double() - expected).square().flatten(0, -2).mean(-1).sqrt().max()
-    ratio = float(error / expected.square().mean().sqrt().clamp(min=1e-30))
-    print(f"worst row's error over the answer's RMS: {ratio:.2e}")
+    rows = expected.double().flatten(0, -2).square().mean(-1).sqrt()
+    errors = (actual.cpu().double() - expected).flatten(0, -2).square().mean(-1).sqrt()
+    size = torch.maximum(rows, rows.square().mean().sqrt()).clamp(min=1e-30)
+    ratio = float((errors / size).max())
+    print(f"worst row's error over its RMS: {ratio:.2e}")
     return ratio
 
 

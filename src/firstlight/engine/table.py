@@ -51,7 +51,8 @@ def _timings(path: str, changed: int) -> Timings:
 def other_versions(table: Table) -> str:
     """Software of the table that is here in another version, for people; "" if there is none.
 
-    What isn't installed here can't differ: a model can be bound for a GPU that is elsewhere.
+    What isn't installed here can't differ: a model can be bound for a GPU that is elsewhere. Nor does a build's own mark
+    count ("+cu130"), which a package's metadata may lack.
     """
     found = []
     for name, measured in table.versions.items():
@@ -59,6 +60,11 @@ def other_versions(table: Table) -> str:
             here = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        if here != measured:
+        if public(here) != public(measured):
             found.append(f"{name} {measured} (here: {here})")
     return ", ".join(found)
+
+
+def public(version: str) -> str:
+    """A version without the mark of its build."""
+    return version.partition("+")[0]
