@@ -33,8 +33,10 @@ def test_graphs_give_the_tokens_of_single_launches(name, tmp_path):
 
 
 def test_graphs_repeat_their_steps_bit_for_bit_and_allocate_nothing(tmp_path):
-    """Each captured forward gives the logits of the same padded step run op by op."""
-    running = engine(save_checkpoint("qwen3_5_moe", tmp_path), device="cuda", max_running=8, step_tokens=128)
+    """Each captured forward gives the logits of the same padded step run op by op. In bfloat16, as no provider for many
+    tokens' experts in float32 can be captured."""
+    options = {"device": "cuda", "dtype": "bfloat16", "max_running": 8, "step_tokens": 128}
+    running = engine(save_checkpoint("qwen3_5_moe", tmp_path), **options)
     graphs = running.executor.graphs
     assert {bool(graph.room.prompts) for graph in graphs.graphs} == {False, True}
     with torch.inference_mode(), torch.cuda.stream(running.executor.stream):

@@ -96,6 +96,7 @@ def captured_run(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     inputs = [t for value in (*args, *kwargs.values()) for t in tensors(value)]
     before = [t.clone() for t in inputs]
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # `before` is copied before anything is written
     with torch.cuda.stream(stream):
         run(*args, **kwargs)
     stream.synchronize()
