@@ -59,7 +59,7 @@ def cases(backend: str) -> list[tuple[str, Any, dict[str, Any], int]]:
         ("fold", states.fold_kernel, fold, 8),
         ("states", states.states_kernel, {**chunk, **carried}, cut.warps),
         ("exports", states.exports_kernel, {**chunk, "BLOCK_V": 32}, 4),
-        ("decode prepare", decode.prepare_kernel, window, 4),
+        ("decode prepare", decode.prepare_kernel, window, 2),
         ("decode streamed", decode.streaming_kernel, {**step, "BLOCK_V": 8, "NORM": True}, 1),
     ]
 
@@ -85,8 +85,7 @@ def main() -> None:
     made += [(name + NARROW, *rest) for name, *rest in made if "state_pool_ptr" in rest[0].arg_names]
     for name, kernel, constants, warps in made:
         names = kernel.arg_names
-        wide = FP32 | ({"columns_ptr"} if name.startswith("decode") else set())
-        wide -= {"state_pool_ptr"} if name.endswith(NARROW) else set()
+        wide = FP32 - ({"state_pool_ptr"} if name.endswith(NARROW) else set())
         fixed = constants | {n: value for n, value in UNIT_STRIDES.items() if n in names}
         source = ASTSource(
             kernel, signature={n: "constexpr" if n in fixed else kind_of(n, wide) for n in names},

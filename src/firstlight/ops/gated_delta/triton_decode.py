@@ -57,7 +57,7 @@ class Tiles:
     """How a state is cut: programs of `warps` take `rows` of a head's values each.
 
     norm: whether the last program of a head applies the gated norm, rather than a kernel of its own. registers: cap for a
-    thread, 0 for none. dependent: whether a kernel starts before the one before it has ended.
+    thread, 0 for none. dependent: whether a kernel starts before the one before it has ended. prepare_warps: of the first kernel.
     """
 
     rows: int
@@ -65,17 +65,18 @@ class Tiles:
     norm: bool
     registers: int = 0
     dependent: bool = False
+    prepare_warps: int = 2
 
 
 def choose_tiles(heads: int, value_dim: int, key_dim: int, dependent: bool) -> Tiles:
     """Tiles of 4 KiB for a warp; heads: value heads of all requests."""
-    return Tiles(min(value_dim, max(1, 1024 // key_dim)), 1, heads <= FEW_HEADS, 80, dependent)
+    return Tiles(min(value_dim, max(1, 1024 // key_dim)), 1, heads <= FEW_HEADS, 64, dependent)
 
 
 def workspace(call: Call) -> int:
     """q, k, v and gates of the step, between the kernels: bytes."""
     mixed, requests, heads = call.args[0], call.args[11].shape[0], call.kwargs["value_heads"]
-    return requests * (mixed.shape[1] + heads * 2) * 4
+    return requests * (mixed.shape[1] * mixed.element_size() + heads * 2 * 4)
 
 
 def run(
@@ -126,7 +127,7 @@ def run(
         "HAS_EXPORTS": exports.shape[0] > 0,
         "BLOCK_E": 1 << (exports.shape[0] - 1).bit_length() if exports.shape[0] else 1,
     }
-    columns = torch.empty((requests, mixed.shape[1]), dtype=torch.float32, device=mixed.device)
+    columns = torch.empty((requests, mixed.shape[1]), dtype=mixed.dtype, device=mixed.device)
     gates = torch.empty((requests, value_heads, 2), dtype=torch.float32, device=mixed.device)
     kernels.prepare_kernel[(2 * key_heads + value_heads, requests)](
         mixed,
@@ -147,7 +148,7 @@ def run(
         *conv_strides,
         **sizes,
         W=width,
-        num_warps=max(1, min(4, max(key_dim, value_dim) // 32)),
+        num_warps=tiles.prepare_warps,
         **exported,
         PDL=tiles.dependent,
         **launch,

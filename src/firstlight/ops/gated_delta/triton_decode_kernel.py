@@ -35,42 +35,65 @@ def find_export(exports_ptr, exports_count, i_r, previous, BLOCK_E: tl.constexpr
 
 
 @triton.jit
-def convolve_channels(
-    x_ptr,
-    weight_ptr,
-    window_ptr,
-    o_c,
-    has_window,
-    weight_stride_c,
-    weight_stride_w,
-    conv_stride_c,
-    conv_stride_w,
-    W: tl.constexpr,
-):
-    """silu of the convolution of channels o_c at the token x_ptr, in its dtype."""
-    x = tl.load(x_ptr + o_c)
-    total = x.to(tl.float32) * tl.load(weight_ptr + o_c * weight_stride_c + (W - 1) * weight_stride_w).to(tl.float32)
+def store_window(window_ptr, columns, o_c, moves, conv_stride_c, conv_stride_w, W: tl.constexpr):
+    """Stores the window of channels o_c. columns: W of them, the last is the token's: all but the first if the window `moves`,
+    else all but the last."""
     for j in tl.static_range(W - 1):
-        older = tl.load(
-            window_ptr + o_c * conv_stride_c + j * conv_stride_w, mask=has_window & (o_c >= 0), other=0.0
-        ).to(tl.float32)
-        total += older * tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w).to(tl.float32)
-    return silu(total).to(x.dtype)
+        tl.store(window_ptr + o_c * conv_stride_c + j * conv_stride_w, tl.where(moves, columns[j + 1], columns[j]))
 
 
 @triton.jit
-def move_window(x_ptr, source_ptr, target_ptr, o_c, has_window, moves, conv_stride_c, conv_stride_w, W: tl.constexpr):
-    """Writes the window of channels o_c after the token, or the one before it unless `moves`. Source may be target."""
+def convolve_channels(
+    x_ptr,
+    weight_ptr,
+    conv_pool_ptr,
+    source,
+    target,
+    exports_ptr,
+    exports_count,
+    i_r,
+    o_c,
+    has_token,
+    weight_stride_c,
+    weight_stride_w,
+    conv_stride_slot,
+    conv_stride_c,
+    conv_stride_w,
+    W: tl.constexpr,
+    HAS_EXPORTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """silu of the convolution of channels o_c at the token x_ptr, in its dtype. Writes their windows: those exported, and the
+    one after the step."""
+    # All is asked for before anything is used, and read once.
+    window_ptr = conv_pool_ptr + source * conv_stride_slot
+    columns = ()
+    weights = ()
     for j in tl.static_range(W - 1):
-        o_w = j + moves.to(tl.int32)
-        older = tl.load(
-            source_ptr + o_c * conv_stride_c + o_w * conv_stride_w,
-            mask=has_window & (o_w < W - 1) & (o_c >= 0),
-            other=0.0,
-        )
-        if j == W - 2:
-            older = tl.where(moves, tl.load(x_ptr + o_c).to(older.dtype), older)
-        tl.store(target_ptr + o_c * conv_stride_c + j * conv_stride_w, older)
+        p_column = window_ptr + o_c * conv_stride_c + j * conv_stride_w
+        columns += (tl.load(p_column, mask=(source > 0) & (o_c >= 0), other=0.0),)
+    for j in tl.static_range(W):
+        weights += (tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w),)
+    if PDL:
+        # The kernel before wrote what follows, and neither windows nor weights.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(x_ptr + o_c)
+    total = x.to(tl.float32) * weights[W - 1].to(tl.float32)
+    for j in tl.static_range(W - 1):
+        total += columns[j].to(tl.float32) * weights[j].to(tl.float32)
+    columns += (x.to(conv_pool_ptr.dtype.element_ty),)
+    if HAS_EXPORTS:
+        found, row, after, slot = find_export(exports_ptr, exports_count, i_r, -1, BLOCK_E)
+        while found:
+            moves = (after > 0) & has_token
+            store_window(conv_pool_ptr + slot * conv_stride_slot, columns, o_c, moves, conv_stride_c, conv_stride_w, W)
+            found, row, after, slot = find_export(exports_ptr, exports_count, i_r, row, BLOCK_E)
+    if target > 0:
+        copy_ptr = conv_pool_ptr + target * conv_stride_slot
+        store_window(copy_ptr, columns, o_c, has_token, conv_stride_c, conv_stride_w, W)
+    return silu(total).to(x.dtype)
 
 
 @triton.jit
@@ -120,9 +143,6 @@ def prepare_kernel(
     PDL: tl.constexpr,
 ):
     """One head of q, k (normalised, q scaled) or v of one request, with its part of the window, and a value head's gates."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     i_h = tl.program_id(0)
     i_r = tl.program_id(1).to(tl.int64)
     source = tl.load(state_in_ptr + i_r).to(tl.int64)
@@ -132,28 +152,11 @@ def prepare_kernel(
     row = tl.minimum(first, tokens - 1)
     x_ptr = mixed_ptr + row * mixed_stride_t
     y_ptr = columns_ptr + i_r * (2 * HK * K + HV * V)
-    window_ptr = conv_pool_ptr + source * conv_stride_slot
     if i_h < 2 * HK:
         c_k = i_h * K + tl.arange(0, K)
         k = convolve_channels(
             x_ptr,
             conv_weight_ptr,
-            window_ptr,
-            c_k,
-            source > 0,
-            weight_stride_c,
-            weight_stride_w,
-            conv_stride_c,
-            conv_stride_w,
-            W,
-        )
-        wide = k.to(tl.float32)
-        scale = tl.where(i_h < HK, K**-0.5, 1.0)
-        k = (wide * (tl.rsqrt(tl.sum(wide * wide, 0) + 1e-6) * scale)).to(k.dtype)
-        # Without a token a state stays as it is: its key is zeros, its decay 1.
-        tl.store(y_ptr + c_k, tl.where(has_token, k.to(tl.float32), 0.0))
-        write_windows(
-            x_ptr,
             conv_pool_ptr,
             source,
             target,
@@ -162,37 +165,27 @@ def prepare_kernel(
             i_r,
             c_k,
             has_token,
+            weight_stride_c,
+            weight_stride_w,
             conv_stride_slot,
             conv_stride_c,
             conv_stride_w,
             W,
             HAS_EXPORTS,
             BLOCK_E,
+            PDL,
         )
+        wide = k.to(tl.float32)
+        scale = tl.where(i_h < HK, K**-0.5, 1.0)
+        k = (wide * (tl.rsqrt(tl.sum(wide * wide, 0) + 1e-6) * scale)).to(k.dtype)
+        # Without a token a state stays as it is: its key is zeros, its decay 1.
+        tl.store(y_ptr + c_k, tl.where(has_token, k, 0.0).to(k.dtype))
     else:
         i_hv = i_h - 2 * HK
         c_v = 2 * HK * K + i_hv * V + tl.arange(0, V)
         v = convolve_channels(
             x_ptr,
             conv_weight_ptr,
-            window_ptr,
-            c_v,
-            source > 0,
-            weight_stride_c,
-            weight_stride_w,
-            conv_stride_c,
-            conv_stride_w,
-            W,
-        )
-        tl.store(y_ptr + c_v, tl.where(has_token, v.to(tl.float32), 0.0))
-        a = tl.load(a_ptr + row * a_stride_t + i_hv).to(tl.float32) + tl.load(dt_bias_ptr + i_hv).to(tl.float32)
-        b = tl.load(b_ptr + row * b_stride_t + i_hv).to(tl.float32)
-        decay = tl.exp(-tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32)) * softplus(a))
-        beta = 1.0 / (1.0 + tl.exp(-b))
-        tl.store(gates_ptr + (i_r * HV + i_hv) * 2, tl.where(has_token, decay, 1.0))
-        tl.store(gates_ptr + (i_r * HV + i_hv) * 2 + 1, tl.where(has_token, beta, 0.0))
-        write_windows(
-            x_ptr,
             conv_pool_ptr,
             source,
             target,
@@ -201,46 +194,23 @@ def prepare_kernel(
             i_r,
             c_v,
             has_token,
+            weight_stride_c,
+            weight_stride_w,
             conv_stride_slot,
             conv_stride_c,
             conv_stride_w,
             W,
             HAS_EXPORTS,
             BLOCK_E,
+            PDL,
         )
-
-
-@triton.jit
-def write_windows(
-    x_ptr,
-    pool_ptr,
-    source,
-    target,
-    exports_ptr,
-    exports_count,
-    i_r,
-    o_c,
-    has_token,
-    conv_stride_slot,
-    conv_stride_c,
-    conv_stride_w,
-    W: tl.constexpr,
-    HAS_EXPORTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    """The windows of channels that this program alone reads and writes: those exported, then the one after the step."""
-    window_ptr = pool_ptr + source * conv_stride_slot
-    if HAS_EXPORTS:
-        found, i_e, after, slot = find_export(exports_ptr, exports_count, i_r, -1, BLOCK_E)
-        while found:
-            copy_ptr = pool_ptr + slot * conv_stride_slot
-            moves = (after > 0) & has_token
-            move_window(x_ptr, window_ptr, copy_ptr, o_c, source > 0, moves, conv_stride_c, conv_stride_w, W)
-            found, i_e, after, slot = find_export(exports_ptr, exports_count, i_r, i_e, BLOCK_E)
-    tl.debug_barrier()
-    if target > 0:
-        copy_ptr = pool_ptr + target * conv_stride_slot
-        move_window(x_ptr, window_ptr, copy_ptr, o_c, source > 0, has_token, conv_stride_c, conv_stride_w, W)
+        tl.store(y_ptr + c_v, tl.where(has_token, v, 0.0).to(v.dtype))
+        a = tl.load(a_ptr + row * a_stride_t + i_hv).to(tl.float32) + tl.load(dt_bias_ptr + i_hv).to(tl.float32)
+        b = tl.load(b_ptr + row * b_stride_t + i_hv).to(tl.float32)
+        decay = tl.exp(-tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32)) * softplus(a))
+        beta = 1.0 / (1.0 + tl.exp(-b))
+        tl.store(gates_ptr + (i_r * HV + i_hv) * 2, tl.where(has_token, decay, 1.0))
+        tl.store(gates_ptr + (i_r * HV + i_hv) * 2 + 1, tl.where(has_token, beta, 0.0))
 
 
 @triton.jit
@@ -293,11 +263,10 @@ def streaming_kernel(
 ):
     """The recurrence of BLOCK_V values of one head; with NORM, the gated norm by a head's last program.
 
-    The state is a tile [BLOCK_V, K / 32, 32]: a warp has four rows side by side, 32 keys of each, and the rest of a row stays
-    within a thread. Sums over keys are then mostly additions in a thread, and not exchanges between threads.
+    A warp has a row of the state's tile [BLOCK_V, K] at a time, so that of a key or a query a thread holds a few numbers only:
+    few registers, and many programs with their bytes in flight.
     """
     SLICES: tl.constexpr = V // BLOCK_V
-    LINE: tl.constexpr = min(K, 32)
     i_hv = tl.program_id(0) // SLICES
     i_v = tl.program_id(0) % SLICES
     i_r = tl.program_id(1).to(tl.int64)
@@ -306,35 +275,36 @@ def streaming_kernel(
     row = tl.load(query_start_ptr + i_r).to(tl.int64)
     has_token = tl.load(query_start_ptr + i_r + 1).to(tl.int64) > row
     o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    o_k = tl.arange(0, K // LINE)[None, :, None] * LINE + tl.arange(0, LINE)[None, None, :]
-    o_s = i_hv * (V * K) + o_v[:, None, None] * K + o_k
-    p_state = state_pool_ptr + source * state_stride_slot + o_s
-    state = tl.load(p_state, mask=(source > 0) & (o_s >= 0), other=0.0).to(tl.float32)
+    o_k = tl.arange(0, K)
+    o_s = i_hv * (V * K) + o_v[:, None] * K + o_k[None, :]
+    # A null slot may be read; masks would cost registers.
+    state = tl.load(state_pool_ptr + tl.maximum(source, 0) * state_stride_slot + o_s).to(tl.float32)
     if PDL:
         # The kernel before wrote what follows, and no states.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     y_ptr = columns_ptr + i_r * (2 * HK * K + HV * V)
-    # As wide as the state and in four bytes a number too, so that they come in the layout of the state.
-    o_y = i_hv // (HV // HK) * K + o_k + o_v[:, None, None] * 0
-    q = tl.load(y_ptr + o_y)
-    k = tl.load(y_ptr + HK * K + o_y)
-    v = tl.load(y_ptr + 2 * HK * K + i_hv * V + o_v)
+    q = tl.load(y_ptr + i_hv // (HV // HK) * K + o_k).to(tl.float32)
+    k = tl.load(y_ptr + HK * K + i_hv // (HV // HK) * K + o_k).to(tl.float32)
+    v = tl.load(y_ptr + 2 * HK * K + i_hv * V + o_v).to(tl.float32)
     decay = tl.load(gates_ptr + (i_r * HV + i_hv) * 2)
     beta = tl.load(gates_ptr + (i_r * HV + i_hv) * 2 + 1)
+    if source <= 0:
+        state = tl.zeros_like(state)
     if HAS_EXPORTS:
         export_state(state_pool_ptr, exports_ptr, exports_count, state_stride_slot, i_r, o_s, state, False, BLOCK_E)
     # S' = decay S + u k^T, so S' q = decay (S q) + u (k . q): key and query meet the state as it was read.
-    held = tl.sum(tl.sum(state * k, 1), 1)
-    answer = tl.sum(tl.sum(state * q, 1), 1)
+    held = tl.sum(state * k[None, :], 1)
+    answer = tl.sum(state * q[None, :], 1)
     update = beta * (v - decay * held)
-    o = decay * answer + update * tl.sum(tl.sum(k * q, 1), 1)
+    o = decay * answer + update * tl.sum(k * q, 0)
     row_ptr = out_ptr + row * (HV * V) + i_hv * V
     tl.store(row_ptr + o_v, o.to(out_ptr.dtype.element_ty), mask=has_token & (o_v >= 0))
-    state = state * decay + update[:, None, None] * k
+    state = state * decay + update[:, None] * k[None, :]
     if HAS_EXPORTS:
         export_state(state_pool_ptr, exports_ptr, exports_count, state_stride_slot, i_r, o_s, state, True, BLOCK_E)
-    tl.store(state_pool_ptr + target * state_stride_slot + o_s, state, mask=(target > 0) & (o_s >= 0))
+    if target > 0:
+        tl.store(state_pool_ptr + target * state_stride_slot + o_s, state)
     if NORM:  # noqa: SIM102  (decided when compiling; the other one when running)
         if has_token:
             tl.debug_barrier()
