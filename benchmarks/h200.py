@@ -6,8 +6,10 @@ The weights are random, in the format that the config states, and made on the de
 size B, B prompts of `--context` tokens are answered with 8 and with 136 tokens; a decode step is the difference divided by
 128. "steady" is the median step, and "graph" the captured forward alone, while all B decode. Tokens are drawn at temperature
 1, each request with its own seed: greedily, random weights lead all requests to the same few tokens, and so to the same
-experts. A row counts only if tokens are routed to as many experts as uniform routing gives, E (1 - (1 - k/E)^B), within 5 %.
-First tokens: one prompt alone, from `add` to its first token, the median of five.
+experts. A row counts only if tokens are routed to as many experts as uniform routing gives, E (1 - (1 - k/E)^B), within 5 %;
+without graphs they aren't counted. First tokens: one prompt alone, from `add` to its first token, the median of five.
+
+Parts of the engine can be turned off or replaced, to see what they give; `benchmarks/paths.py` does that for all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ import torch
 from firstlight.config import EngineOptions
 from firstlight.engine.engine import Engine
 from firstlight.engine.executor import Executor
+from firstlight.errors import FirstlightError
 from firstlight.ops.observe import Bound, observed
+from firstlight.ops.op import REGISTRY, sites
 from firstlight.ops.route import route
 from firstlight.scheduling.request import Request
 from firstlight.scheduling.sampling import SamplingParams, ServiceClass
@@ -147,7 +151,7 @@ def decode_row(driver: Driver, executor: Executor, batch: int, context: int, rou
         short, _ = driver.run(batch, context, SHORT)
         steps.append((driver.run(batch, context, LONG)[0] - short) / (LONG - SHORT) * 1e3)
     config = executor.loaded.model.config
-    row: dict[str, Any] = {"batch": batch, "step_ms": statistics.median(steps), "steps_ms": steps}
+    row: dict[str, Any] = {"batch": batch, "step_ms": statistics.median(steps) if steps else None, "steps_ms": steps}
     row["steady_ms"] = statistics.median(steady) * 1e3 if steady else None
     row["graph_ms"] = graph[0] if graph else None
     experts = getattr(config, "num_experts", 0)
@@ -155,8 +159,37 @@ def decode_row(driver: Driver, executor: Executor, batch: int, context: int, rou
         uniform = experts * (1 - (1 - config.num_experts_per_tok / experts) ** batch)
         row["experts"] = statistics.mean(seen) if seen else None
         row["experts_uniform"] = uniform
-        row["counts"] = bool(seen) and abs(row["experts"] / uniform - 1) <= DRIFT
+        row["counts"] = abs(row["experts"] / uniform - 1) <= DRIFT if seen else None
     return row
+
+
+def take_out(name: str) -> None:
+    """Forget a provider, `OP=PROVIDER`, so that the next best takes its place everywhere. Raises SystemExit if it isn't there."""
+    op, _, provider = name.partition("=")
+    if op not in REGISTRY or provider not in REGISTRY[op].providers:
+        known = ", ".join(REGISTRY[op].providers) if op in REGISTRY else f"no op; ops: {', '.join(sorted(REGISTRY))}"
+        raise SystemExit(f"--without {name}: expected OP=PROVIDER; {op} has {known}")
+    del REGISTRY[op].providers[provider]
+
+
+def launch_independently() -> None:
+    """Let each kernel begin when the one before it has ended, as if the GPU had no programmatic dependent launch."""
+    from firstlight.ops import triton_launch
+
+    triton_launch._options_on = lambda device: {"PDL": False}  # type: ignore[assignment]
+
+
+def providers_of(executor: Executor) -> dict[str, list[str]]:
+    """Who computes each op, by `op` or `op.site`; several, where buckets or layers differ."""
+    found: dict[str, set[str]] = {}
+    loaded = executor.loaded
+    for module in (loaded.requests, loaded.model, loaded.sampler):
+        for _, site in sites(module):
+            name = f"{site.op.name}.{site.label}" if site.label else site.op.name
+            for choice in site.choices:
+                if not any(refused == "*" for refused, _ in choice.refused):  # called in this bucket
+                    found.setdefault(name, set()).add(choice.provider)
+    return {name: sorted(providers) for name, providers in found.items()}
 
 
 def commit() -> str:
@@ -174,58 +207,97 @@ def commit() -> str:
     return described.stdout.strip()
 
 
-def main() -> None:
-    """Entry point."""
+def arguments_parser() -> argparse.ArgumentParser:
+    """What can be asked for; `benchmarks/paths.py` asks in the same words."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="config.json, or a directory with one")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--max-running", type=int, default=0, help="default: the largest batch")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument(
         "--prompts", type=int, nargs="*", default=[8192], help="lengths of the prompts for first tokens"
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5, help="of each such prompt")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of the difference; 0: the steady step and the graph alone"
+    )
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--cache-gib", type=float, default=0.0)
     parser.add_argument("--op", action="append", default=[])
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="OP=PROVIDER", help="as if this provider didn't exist"
+    )
+    parser.add_argument("--no-dependent-launches", dest="dependent_launches", action="store_false")
+    parser.add_argument("--no-graphs", dest="graphs", action="store_false")
+    parser.add_argument("--page-size", type=int, help="default: the engine's own for a GPU")
+    parser.add_argument("--depth", type=int, default=0)
+    parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--state-dtype", default="auto")
+    parser.add_argument("--table", default="auto", help="`none`: providers by rank, not by measured times")
     parser.add_argument("--commit", help="what is measured; default: git's description of this tree")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    start = time.perf_counter()
+    return parser
+
+
+def options_of(arguments: argparse.Namespace) -> EngineOptions:
+    """The engine that is asked for. Raises ValidationError for a value that it doesn't have."""
     waiting = prompt_steps(max(arguments.batch, default=1), arguments.context, arguments.step_tokens)
     longest = max(LONG, SHORT + STEADY + waiting)
-    engine = Engine(
-        EngineOptions(
-            model=arguments.model,
-            weights="random",
-            device="cuda",
-            max_context=max([arguments.context + longest, *[p + 1 for p in arguments.prompts]]),
-            max_running=max(arguments.batch, default=1),
-            step_tokens=arguments.step_tokens,
-            prefix_cache=False,
-            cache_gib=arguments.cache_gib,
-            op=tuple(arguments.op),
-        )
+    given: dict[str, Any] = {} if arguments.page_size is None else {"page_size": arguments.page_size}
+    return EngineOptions(
+        model=arguments.model,
+        weights="random",
+        device="cuda",
+        max_context=max([arguments.context + longest, *[p + 1 for p in arguments.prompts]]),
+        max_running=max([arguments.max_running, *arguments.batch]) or 1,
+        step_tokens=arguments.step_tokens,
+        prefix_cache=False,
+        cache_gib=arguments.cache_gib,
+        op=tuple(arguments.op),
+        graphs=arguments.graphs,
+        depth=arguments.depth,
+        kv_dtype=arguments.kv_dtype,
+        state_dtype=arguments.state_dtype,
+        table=arguments.table,
+        **given,
     )
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    arguments = arguments_parser().parse_args(given)
+    for name in arguments.without:
+        take_out(name)
+    if not arguments.dependent_launches:
+        launch_independently()
+    start = time.perf_counter()
+    try:
+        engine = Engine(options_of(arguments))
+    except FirstlightError as error:
+        raise SystemExit(str(error)) from None
     ready = time.perf_counter() - start
     executor = engine.executor
     assert isinstance(executor, Executor)
     print(f"ready after {ready:.1f} s; {engine.facts['cache']}; {engine.facts.get('state', '')}", flush=True)
     result: dict[str, Any] = {
         "model": Path(arguments.model).name, "commit": arguments.commit or commit(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "context": arguments.context, "ready_s": ready, "decode": [], "first_token": [],
+        "context": arguments.context, "ready_s": ready, "decode": [], "first_token": [], "providers": providers_of(executor),
     }  # fmt: skip
 
     def write() -> None:  # after every row: what is measured stays, whatever comes next
         if arguments.json:
             result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             result["reserved_gib"] = torch.cuda.memory_reserved() / 2**30
-            arguments.json.write_text(json.dumps(result, indent=1))
+            unfinished = arguments.json.with_suffix(".part")
+            unfinished.write_text(json.dumps(result, indent=1))
+            unfinished.replace(arguments.json)
 
     driver = Driver(engine, seed=0)
     for length in arguments.prompts:
         driver.run(1, length, 1)
-        times = sorted(driver.run(1, length, 1)[0] * 1e3 for _ in range(5))
+        times = sorted(driver.run(1, length, 1)[0] * 1e3 for _ in range(arguments.repeats))
         result["first_token"].append({"prompt": length, "ms": statistics.median(times), "all_ms": times})
+        write()
         print(
             f"first token of {length:6}: {statistics.median(times):8.1f} ms  {[round(t, 1) for t in times]}", flush=True
         )
@@ -234,7 +306,7 @@ def main() -> None:
         result["decode"].append(row)
         write()
         print(
-            f"decode B={batch:4}: step {row['step_ms']:7.3f} ms, steady "
+            f"decode B={batch:4}: step {row['step_ms'] or float('nan'):7.3f} ms, steady "
             f"{row['steady_ms'] or float('nan'):7.3f} ms, graph {row['graph_ms'] or float('nan'):7.3f} ms"
             + (f", experts {row['experts']:.1f} of {row['experts_uniform']:.1f}" if row.get("experts") else "")
             + f"  {[round(s, 3) for s in row['steps_ms']]}",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import kernels_all
+from benchmarks import h200, kernels_all, paths
 from firstlight.hardware import Hardware
+from firstlight.ops.binding import parse_overrides
+from firstlight.ops.op import REGISTRY
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 OPTIONAL = {"kernels", "fla", "triton", "vllm", "sglang"}
@@ -59,3 +63,65 @@ def test_cases_before_one_that_cannot_be_made_are_kept(capsys: pytest.CaptureFix
 
     assert [case.name for case in kernels_all.cases_of(group, "T=2")] == ["T=2"]
     assert "group: FAILED to make the cases after T=2: OutOfMemoryError: no room" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", paths.VARIANTS)
+def test_every_path_that_can_be_turned_off_is_one_that_there_is(name: str) -> None:
+    arguments = h200.arguments_parser().parse_args(["config.json", *paths.VARIANTS[name].arguments])
+    options = h200.options_of(arguments)
+    parse_overrides(options.op)
+    for text in arguments.without:
+        op, provider = text.split("=")
+        assert provider in REGISTRY[op].providers
+    assert vars(arguments) != vars(h200.arguments_parser().parse_args(["config.json"]))
+
+
+def test_a_provider_that_is_taken_out_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(REGISTRY["attention"], "providers", dict(REGISTRY["attention"].providers))
+    h200.take_out("attention=hopper_paged")
+    assert "hopper_paged" not in REGISTRY["attention"].providers
+    with pytest.raises(SystemExit, match=r"attention has .*triton_paged"):
+        h200.take_out("attention=hopper_paged")
+
+
+STAND_IN = """
+import json, os, sys, time
+path = sys.argv[sys.argv.index("--json") + 1]
+step = 3.0 if "--no-graphs" in sys.argv else 2.0
+result = {"first_token": [{"ms": 80.0}], "decode": [{"batch": 1, "steady_ms": step}]}
+result["providers"] = {"moe": ["parts" if "moe=parts" in sys.argv else "hopper_grouped"]}
+if "--page-size" in sys.argv:
+    print("--page-size 16: pages are as they are")
+    raise SystemExit(1)
+json.dump(result, open(path, "w"))
+if "--depth" in sys.argv:
+    time.sleep(60)
+"""
+
+
+def test_variants_that_fail_or_hang_leave_the_others_in_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    settings = paths.Settings("config.json", 4096, 2.0, time.monotonic() + 60, script)
+    table = paths.Table(tmp_path / "paths.json", {})
+    names = ("graphs", "pages", "depth", "mixture")
+    assert paths.measure([paths.VARIANTS[name] for name in names], ["0", "1"], settings, table) == []
+    rows = {row["variant"]: row for row in json.loads((tmp_path / "paths.json").read_text())["rows"]}
+    assert rows["no CUDA graphs"]["decode_ms"] == {"1": 3.0}
+    assert rows["pages of 16 tokens, not 64"]["reason"] == "ended with 1: --page-size 16: pages are as they are"
+    assert rows["one plan in flight, not two"]["reason"] == "cut after 2 s"
+    assert rows["one plan in flight, not two"]["first_ms"] == 80.0
+    assert {"as is", "as is, again"} < rows.keys()
+    said = capsys.readouterr().out
+    assert "3.00 (1.500)" in said
+    assert "moe: hopper_grouped -> parts" in said
+
+
+def test_variants_wait_for_nothing_when_nothing_can_be_measured(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("raise SystemExit('no driver')")
+    settings = paths.Settings("config.json", 4096, 5.0, time.monotonic() + 60, script)
+    variants = [paths.VARIANTS["graphs"], paths.VARIANTS["depth"]]
+    assert paths.measure(variants, ["0"], settings, paths.Table(None, {})) == variants
