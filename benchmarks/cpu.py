@@ -49,7 +49,7 @@ Generate = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
 # The engines, each imported in its own process only
 
 
-def firstlight_engine(model: str) -> Generate:
+def firstlight_engine(model: str, dtype: Any = "bfloat16", device: str = "cpu", threads: int = 2) -> Generate:
     """Firstlight's engine without a server."""
     import numpy as np
 
@@ -59,7 +59,15 @@ def firstlight_engine(model: str) -> Generate:
     from firstlight.scheduling.sampling import SamplingParams
 
     engine = Engine(
-        EngineOptions(model=model, dtype="bfloat16", device="cpu", threads=2, prefix_cache=False, max_context=1024)
+        EngineOptions(
+            model=model,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            prefix_cache=False,
+            max_context=1024,
+            max_running=32,
+        )
     )
     runs = 0
 
