@@ -125,3 +125,30 @@ def test_variants_wait_for_nothing_when_nothing_can_be_measured(tmp_path: Path) 
     settings = paths.Settings("config.json", 4096, 5.0, time.monotonic() + 60, script)
     variants = [paths.VARIANTS["graphs"], paths.VARIANTS["depth"]]
     assert paths.measure(variants, ["0"], settings, paths.Table(None, {})) == variants
+
+
+def test_a_rows_error_is_measured_by_its_own_size() -> None:
+    """The first tokens of a prompt see few keys: their rows are large, and so is what rounding takes from them."""
+    torch.manual_seed(0)
+    expected = torch.randn(4096, 64) / torch.arange(1, 4097)[:, None].sqrt()
+    rounded = expected.bfloat16().float()
+    assert 1e-3 < kernels_all.error(rounded, expected) < kernels_all.ATTENTION_TOLERANCE
+    wrong = rounded.clone()
+    wrong[4000] *= 0.99
+    assert kernels_all.error(wrong, expected) > kernels_all.ATTENTION_TOLERANCE
+    cancelled = expected.clone()
+    cancelled[7] = 1e-6
+    assert kernels_all.error(cancelled + 1e-6, cancelled) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", kernels_all.PAGES.values(), ids=str)
+def test_attention_over_pages_of_each_dtype_can_be_checked(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_all, "DEVICE", torch.device("cpu"))
+    calls = kernels_all._paged(2, 3, 128, 2, dtype)
+    for call in calls:
+        q, k_pages = call[0][:2]
+        assert k_pages.dtype == dtype
+        assert k_pages[0].float().isnan().all()
+        answer = kernels_all._reference("attention", call)
+        assert answer.shape == q.shape
+        assert answer.isfinite().all()
