@@ -169,7 +169,7 @@ class Workload:
         model.layers = torch.nn.ModuleList([model.layers[layer] for layer in kept])
         self._load(bound, kept, seed)
         for _, site in sites(model):
-            site[:], site.choices = [site.op.reference], []
+            site.unbind()
         self._siblings: dict[tuple[Any, ...], list[Tensor]] = {}
         self._sibling_caches()
         self.weights = {identity(tensor): tensor for tensor in self._weight_tensors()}

@@ -26,11 +26,12 @@ INDENT = 6
 
 @dataclass(slots=True)
 class _Row:
-    """buckets: those in which the provider computes the op there. chosen: the same by why it was chosen; refused: by (other
-    provider, reason)."""
+    """buckets: those in which the provider computes the op there. chosen: the same by why it was chosen; handed: by the form in
+    which it gives or reads what can be packed; refused: by (other provider, reason)."""
 
     buckets: set[int] = field(default_factory=set)
     chosen: dict[str, set[int]] = field(default_factory=dict)
+    handed: dict[str, set[int]] = field(default_factory=dict)
     refused: dict[tuple[str, str], set[int]] = field(default_factory=dict)
 
 
@@ -57,6 +58,8 @@ def ops_report(options: EngineOptions, hardware: Hardware | None, every_site: bo
                 row.buckets.add(bucket)
                 if why := _why(part):
                     row.chosen.setdefault(why, set()).add(bucket)
+                if part.handover:
+                    row.handed.setdefault(part.handover, set()).add(bucket)
                 for refusal in part.refused:
                     row.refused.setdefault(refusal, set()).add(bucket)
     cells = [(op, provider, ranges(row.buckets), where) for (op, provider, where), row in rows.items()]
@@ -97,9 +100,10 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _reasons(row: _Row) -> Iterator[str]:
-    """A line for each way in which the provider was chosen."""
-    for why, buckets in _together(row.chosen.items()):
-        yield why + _where(row, buckets)
+    """A line for each way in which the provider was chosen, and for each form in which it gives or reads."""
+    for texts in (row.chosen, row.handed):
+        for why, buckets in _together(texts.items()):
+            yield why + _where(row, buckets)
 
 
 def _refusals(row: _Row) -> Iterator[str]:

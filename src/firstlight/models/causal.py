@@ -23,9 +23,11 @@ class DecoderLayer(Module):
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = AddNorm(build, f"{name}.input_layernorm", size, eps, zero_centred)
+        self.input_layernorm = AddNorm(build, f"{name}.input_layernorm", size, eps, zero_centred, mixer.reads())
         self.mixer = mixer
-        self.post_attention_layernorm = AddNorm(build, f"{name}.post_attention_layernorm", size, eps, zero_centred)
+        self.post_attention_layernorm = AddNorm(
+            build, f"{name}.post_attention_layernorm", size, eps, zero_centred, mlp.reads()
+        )
         self.mlp = mlp
 
     def forward(self, step: StepBatch, carry: Carry) -> None:

@@ -135,7 +135,7 @@ def bind_model(
     """
     # A site is indexed by bucket, so before the walk each has an entry for every bucket.
     for _, site in sites(model):
-        site[:] = [site.op.reference] * len(buckets)
+        site.unbind(len(buckets))
     records = [*record(model, buckets, hardware, page_size), *more]
     binding = bind(records, len(buckets), hardware, parse_overrides(overrides), invariant, timings)
     layouts = {

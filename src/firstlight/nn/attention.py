@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from firstlight.cache.spec import PagedSpec
@@ -9,9 +11,10 @@ from firstlight.nn.linear import COLUMNS, Linear
 from firstlight.nn.module import Build, Module, Segment
 from firstlight.ops.attention import attention
 from firstlight.ops.attention_prologue import attention_prologue
-from firstlight.ops.op import CallSite
+from firstlight.ops.op import CallSite, Handover
 from firstlight.ops.sigmoid_mul import sigmoid_mul
 from firstlight.parallel import share
+from firstlight.quant import Weight
 from firstlight.step import StepBatch
 
 
@@ -67,13 +70,18 @@ class Attention(Module):
         self.cache_spec = PagedSpec(self.kv_heads, head_dim, build.cache_dtype)
         self.prologue = CallSite(attention_prologue)
         self.attend = {kind: CallSite(attention, kind) for kind in ("decode", "prefill")}
-        self.gate = CallSite(sigmoid_mul)
+        self.handover = Handover(self.o_proj.reads())
+        self.gate = CallSite(sigmoid_mul, gives=self.handover)
+
+    def reads(self) -> Sequence[CallSite]:
+        """The input projection."""
+        return self.qkv_proj.reads()
 
     def bind_cache(self, tensors: dict[str, torch.Tensor]) -> None:
         """Take the views of this layer's pages: k and v, [pages, page_size, kv_heads, head_dim]."""
         self.k_pages, self.v_pages = tensors["k"], tensors["v"]
 
-    def forward(self, step: StepBatch, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    def forward(self, step: StepBatch, x: Weight, angles: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H], a partial sum over tensor-parallel ranks."""
         b = step.bucket.index
         group = self.cache_spec.group
@@ -117,7 +125,7 @@ class Attention(Module):
         assert out is not None
         y = out.reshape(out.shape[0], self.heads * self.head_dim)
         if gate is not None:
-            y = self.gate[b](y, gate)
+            y = self.gate[b](y, gate, **self.handover[b])
         return self.o_proj(step, y)
 
     cache_spec: PagedSpec

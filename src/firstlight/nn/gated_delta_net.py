@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from firstlight.cache.spec import SlotSpec
 from firstlight.nn.linear import COLUMNS, Linear
 from firstlight.nn.module import Build, Module, Segment, WeightSpec
 from firstlight.ops.gated_delta import gated_delta
-from firstlight.ops.meta import concatenate
-from firstlight.ops.op import CallSite
+from firstlight.ops.meta import concatenate_tokens
+from firstlight.ops.op import CallSite, Handover
 from firstlight.parallel import share
-from firstlight.quant import plain
+from firstlight.quant import Weight, plain
 from firstlight.step import StepBatch
 
 Ranges = tuple[tuple[int, int], ...]
@@ -78,13 +80,18 @@ class GatedDeltaNet(Module):
                 "state": ((self.value_heads, value_dim, key_dim), build.state_dtype),
             }
         )
-        self.mix = {kind: CallSite(gated_delta, kind) for kind in ("decode", "prefill")}
+        self.handover = Handover(self.out_proj.reads())
+        self.mix = {kind: CallSite(gated_delta, kind, self.handover) for kind in ("decode", "prefill")}
+
+    def reads(self) -> Sequence[CallSite]:
+        """Both input projections."""
+        return *self.in_proj_qkvz.reads(), *self.in_proj_ba.reads()
 
     def bind_cache(self, tensors: dict[str, torch.Tensor]) -> None:
         """Take this layer's part of the slots: conv windows [slots, C, W-1] and states [slots, HV, V, K]."""
         self.conv_pool, self.state_pool = tensors["conv"], tensors["state"]
 
-    def forward(self, step: StepBatch, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    def forward(self, step: StepBatch, x: Weight, angles: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H], a partial sum over tensor-parallel ranks."""
         b = step.bucket.index
         qkvz = self.in_proj_qkvz(step, x)
@@ -116,9 +123,10 @@ class GatedDeltaNet(Module):
                     value_dim=self.value_dim,
                     eps=self.eps,
                     max_query=part.max_query,
+                    **self.handover[b],
                 )
             )
-        return self.out_proj(step, concatenate(results))
+        return self.out_proj(step, concatenate_tokens(results))
 
     cache_spec: SlotSpec
     conv_pool: torch.Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
@@ -11,7 +11,7 @@ from firstlight.nn.module import Build, Module, Segment, WeightSpec
 from firstlight.ops.linear import linear
 from firstlight.ops.meta import concatenate
 from firstlight.ops.op import CallSite
-from firstlight.quant import Weight, plain
+from firstlight.quant import Packed, Weight, plain
 from firstlight.step import StepBatch
 
 ROWS, COLUMNS = 0, 1
@@ -30,6 +30,7 @@ class Linear(Module):
     ) -> None:
         """rows_or_columns: the size of the dimension that segments don't fill."""
         super().__init__()
+        self.dtype = build.dtype
         other = rows_or_columns
         group, init = build.mesh.tp, "branch" if axis == COLUMNS else "linear"
         runs = [list(run) for _, run in groupby(segments, key=lambda segment: build.scheme.format(segment.source))]
@@ -59,14 +60,27 @@ class Linear(Module):
         size = sum(segment.size for segment in run)
         self.declare("bias", WeightSpec((size,), (run,), plain(build.dtype), build.mesh.tp, init="zeros"))
 
-    def forward(self, step: StepBatch, x: torch.Tensor) -> torch.Tensor:
-        """[T, columns] -> [T, rows]."""
+    def reads(self) -> Sequence[CallSite]:
+        """Every product."""
+        return self.product, *self.more_products
+
+    def forward(self, step: StepBatch, x: Weight) -> torch.Tensor:
+        """[T, columns] -> [T, rows]. x: plain, or packed as a `Handover` to `reads` has it."""
         b = step.bucket.index
         if not self.more_products:
-            return self.product[b](x, self.weight, self.bias)
-        sites = [self.product, *self.more_products]
-        parts = [site[b](x, getattr(self, name)) for site, name in zip(sites, self.names, strict=True)]
+            return self._multiplied(self.product[b], x, self.weight, self.bias)
+        parts = [
+            self._multiplied(site[b], x, getattr(self, name))
+            for site, name in zip(self.reads(), self.names, strict=True)
+        ]
         y = concatenate(parts, -1)
         return y if self.bias is None else y + self.bias
+
+    def _multiplied(
+        self, product: Callable[..., torch.Tensor], x: Weight, weight: Weight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if isinstance(x, Packed) and isinstance(weight, Packed):
+            return product(x, weight, bias, dtype=self.dtype)
+        return product(x.plain if isinstance(x, Packed) else x, weight, bias)
 
     weight: Weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from firstlight.nn.linear import COLUMNS, Linear
 from firstlight.nn.module import Build, Module, Segment, WeightSpec
 from firstlight.ops.moe import moe
-from firstlight.ops.op import CallSite
+from firstlight.ops.op import CallSite, Handover
 from firstlight.ops.silu_mul import silu_mul
 from firstlight.parallel import Share, share
 from firstlight.quant import Weight, plain
@@ -25,11 +26,17 @@ class MLP(Module):
         self.gate_up_proj = Linear(build, gate_up, hidden, bias=bias)
         down = [Segment(f"{name}.down_proj.weight", intermediate, 1)]
         self.down_proj = Linear(build, down, hidden, axis=COLUMNS, bias=bias)
-        self.activation = CallSite(silu_mul)
+        self.handover = Handover(self.down_proj.reads())
+        self.activation = CallSite(silu_mul, gives=self.handover)
 
-    def forward(self, step: StepBatch, x: torch.Tensor) -> torch.Tensor:
+    def reads(self) -> Sequence[CallSite]:
+        """The input projection."""
+        return self.gate_up_proj.reads()
+
+    def forward(self, step: StepBatch, x: Weight) -> torch.Tensor:
         """[T, H] -> [T, H], a partial sum over tensor-parallel ranks."""
-        return self.down_proj(step, self.activation[step.bucket.index](self.gate_up_proj(step, x)))
+        b = step.bucket.index
+        return self.down_proj(step, self.activation[b](self.gate_up_proj(step, x), **self.handover[b]))
 
 
 class MoE(Module):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from firstlight.cache.spec import CacheSpec
+from firstlight.ops.op import CallSite
 from firstlight.parallel import Group, Mesh, Share, share
 from firstlight.quant import Format, Packed, Scheme, Weight, plain
 from firstlight.quant.blocks import scale_shape
@@ -204,6 +205,10 @@ class Module(torch.nn.Module):
     ) -> None:
         """Declare a one-dimensional weight in high precision."""
         self.declare(attribute, WeightSpec((size,), ((Segment(source, size, unit),),), plain(dtype), group, init=init))
+
+    def reads(self) -> Sequence[CallSite]:
+        """The call sites that read the module's input, if they are all that do and may get it packed; none: it has to be plain."""
+        return ()
 
     cache_spec: CacheSpec | None = None
     """What this module keeps between steps."""

@@ -4,6 +4,7 @@
 of timings. It never looks at a live device or at data, so a prediction for another GPU binds as a run there would. Among the
 providers that can serve a call, the one that was measured fastest wins; where nothing was measured, the highest rank. A
 provider that is refused says why; nothing falls back in silence. An override that can't be met is an error with the reason.
+Between those who were chosen, tensors go packed where that saves a kernel (`ops.handover`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from firstlight.errors import InputError
 from firstlight.hardware import Hardware
 from firstlight.hardware.timings import Estimate, Timings, compared
+from firstlight.ops.handover import hand_over
 from firstlight.ops.op import REFERENCE, REGISTRY, Call, CallSite, Op, Provider
 from firstlight.ops.sizes import sizes_of
 from firstlight.quant import LAYOUTS, PLAIN, Packed, Weight, format_of
@@ -45,6 +47,7 @@ class Choice:
 
     seconds: of its calls there, as measured, if that is why it was chosen; 0.0: it was chosen by rank, or was asked for.
     runner_up: (provider, seconds) of the next best then, if another one could have served.
+    handover: in which form it gives or reads a tensor whose form can be chosen, for people; "" if that is plain for good.
     """
 
     op: str
@@ -54,6 +57,7 @@ class Choice:
     workspace: int = 0
     seconds: float = 0.0
     runner_up: tuple[str, float] | None = None
+    handover: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +117,7 @@ def bind(
     buckets: how many; a site that a bucket never calls gets the reference there. invariant: one provider for all buckets.
     timings: measured on this hardware; without them ranks decide. Raises BindingError.
     """
-    binder = _Binder(hardware, overrides or {}, timings)
+    binder = Binder(hardware, overrides or {}, timings)
     uses: dict[int, dict[int, list[Call]]] = {}
     named: dict[int, CallSite] = {}
     for record in records:
@@ -130,14 +134,14 @@ def bind(
         else:
             trees[key] = {bucket: binder.tree(site.op, site.label, calls) for bucket, calls in by_bucket.items()}
     binder.choose_layouts([use for by_bucket in trees.values() for tree in by_bucket.values() for use in tree.all()])
-    workspace = 0
     for key, by_tree in trees.items():
         site = named[key]
-        site[:] = [site.op.reference] * buckets
+        site.unbind(buckets)
         site.choices = [Choice(site.op.name, REFERENCE, (("*", "not called in this bucket"),))] * buckets
         for bucket, tree in by_tree.items():
             site[bucket], site.choices[bucket] = binder.choose(tree)
-            workspace = max(workspace, site.choices[bucket].workspace)
+    hand_over(binder, [(named[key], by_tree) for key, by_tree in trees.items()])
+    workspace = max((choice.workspace for site in named.values() for choice in site.choices), default=0)
     return Binding(binder.layouts, workspace)
 
 
@@ -157,7 +161,9 @@ class _Pick:
     runner_up: tuple[str, float] | None = None
 
 
-class _Binder:
+class Binder:
+    """Makes the choices, in the steps that `bind` takes."""
+
     def __init__(self, hardware: Hardware, overrides: Mapping[str, str], timings: Timings | None) -> None:
         self.hardware, self.overrides, self.timings = hardware, overrides, timings
         self.layouts: dict[int, str] = {}
@@ -197,6 +203,8 @@ class _Binder:
         """Why a provider can't serve a use (with the layouts chosen so far), or None."""
         layouts = self.layouts if layouts is None else layouts
         for call in use.calls:
+            if "emit" in call.kwargs and not provider.emits:
+                return f"{provider.name} gives plain results only"
             if reason := provider.when(call):
                 return reason
             for name, weight in weights_of(use.op, call, self.layout_arguments(use.op)).items():

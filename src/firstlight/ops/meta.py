@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.quant import Packed
+from firstlight.quant import Packed, Weight
+from firstlight.quant.activations import concatenate_packed
+
+
+def concatenate_tokens(pieces: Sequence[Weight]) -> Weight:
+    """Rows [T, K] of several tensors, plain or packed activations, one after another; one alone is returned as it is."""
+    if len(pieces) == 1:
+        return pieces[0]
+    packed = [piece for piece in pieces if isinstance(piece, Packed)]
+    return concatenate_packed(packed) if packed else concatenate([x for x in pieces if isinstance(x, Tensor)])
 
 
 def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -36,7 +45,8 @@ def subtract(x: Tensor, number: int) -> Tensor:
 def without_data(value: Any) -> Any:
     """A tensor or packed weight on the meta device, with its shape, strides and dtype; anything else as it is."""
     if isinstance(value, Packed):
-        return replace(value, parts={name: without_data(part) for name, part in value.parts.items()})
+        parts = {name: without_data(part) for name, part in value.parts.items()}
+        return replace(value, parts=parts, plain=without_data(value.plain))
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return value

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from firstlight.hardware import Hardware
+from firstlight.quant import Emission, Format
 
 REFERENCE = "reference"
 
@@ -108,6 +109,8 @@ class Provider:
     rank: preference among the willing where no calibration table decides; higher wins, the reference has 0.
     workspace: bytes of scratch memory for a call. cost: the work it does, if that isn't the op's own cost.
     prepare: computed once a step for each cache group, on the device; the result reaches `run` as `prepared=`.
+    emits: whether it can give its result packed (`emit=`, of type `quant.Emission`); `when` then judges that as well.
+    wants: the format in which it would rather read a plain first argument, if it can tell for a call; see `Handover`.
     """
 
     op: Op
@@ -120,6 +123,8 @@ class Provider:
     workspace: Callable[[Call], int] | None = None
     cost: Callable[..., Cost] | None = None
     prepare: Callable[..., Any] | None = None
+    emits: bool = False
+    wants: Callable[[Call], Format | None] | None = None
 
 
 class Op:
@@ -203,19 +208,41 @@ REGISTRY: dict[str, Op] = {}
 """Every op by name."""
 
 
+class Handover(list[Mapping[str, Emission]]):
+    """A tensor that one module's op makes and others read: in which form it goes from the one to the others.
+
+    One entry per bucket: what the op that makes it is called with in addition, `**handover[bucket]`: nothing (the tensor is plain),
+    or `emit=`. Binding decides it (`ops.handover`). readers: the call sites that read it, which must be all there are. A site
+    whose weight is packed reads the packed form, any other the plain one.
+    """
+
+    def __init__(self, readers: Sequence[CallSite] = ()) -> None:
+        super().__init__([{}])
+        self.readers = tuple(readers)
+
+
 class CallSite(list[Callable[..., Any]]):
     """A place in a module that calls an op: a list with one bound callable per bucket. Unbound, it is the reference.
 
     label: tells apart the sites of one op in a module ("decode", "prefill"); overrides may name it.
+    gives: where its result goes, if the form of that can be chosen.
     """
 
-    __slots__ = ("choices", "label", "op")
+    __slots__ = ("choices", "gives", "label", "op")
 
-    def __init__(self, op: Op, label: str = "") -> None:
+    def __init__(self, op: Op, label: str = "", gives: Handover | None = None) -> None:
         super().__init__([op.reference])
         self.op = op
         self.label = label
+        self.gives = gives
         self.choices: list[Any] = []  # binding.Choice, one per bucket
+
+    def unbind(self, buckets: int = 1) -> None:
+        """The reference in every bucket, and plain results."""
+        self[:] = [self.op.reference] * buckets
+        self.choices = []
+        if self.gives is not None:
+            self.gives[:] = [{}] * buckets
 
 
 def sites(module: torch.nn.Module) -> list[tuple[str, CallSite]]:

@@ -73,9 +73,9 @@ def _plain(given: Given) -> Sizes:
 
 def _linear(given: Given) -> Sizes:
     x, weight = given["x"], given["weight"]
-    return Sizes(
-        {"tokens": x.shape[0]}, {"rows": weight.shape[0], "columns": weight.shape[1]}, stored(weight), stored(x)
-    )
+    flows = dtype_name(given["dtype"]) if isinstance(x, Packed) else stored(x)
+    sizes = {"rows": weight.shape[0], "columns": weight.shape[1]}
+    return Sizes({"tokens": x.shape[0]}, sizes, stored(weight), flows)
 
 
 def _experts(given: Given) -> Sizes:

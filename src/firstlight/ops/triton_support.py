@@ -18,7 +18,8 @@ import torch
 from firstlight.hardware import Hardware
 from firstlight.hardware.detect import GLUON_RELEASE
 from firstlight.ops.op import Call, Op
-from firstlight.quant import E4M3FNUZ, Packed
+from firstlight.quant import E4M3FNUZ, FLOAT8_TOKENS, Packed
+from firstlight.quant.activations import GROUP
 
 FNUZ_ARCHITECTURES = ("gfx940", "gfx941", "gfx942")
 """GPUs whose FP8 matrix instructions read e4m3fnuz: an exponent bias of 8 where e4m3fn has 7, and no negative zero."""
@@ -56,6 +57,18 @@ def float8_pages_unavailable(hardware: Hardware, *pages: torch.Tensor) -> str | 
     if hardware.kind == "cuda" and int(architecture.removeprefix("sm_")) < 89:
         return f"the pages are float8_e4m3fn, which GPUs convert from sm_89 on, not {architecture}"
     return None
+
+
+def cannot_emit(call: Call, columns: int) -> str | None:
+    """Why Triton kernels can't pack a result of so many columns as a call asks for it, or None: they can, or it is plain."""
+    emit = call.kwargs.get("emit")
+    if emit is None:
+        return None
+    if emit.format != FLOAT8_TOKENS:
+        return f"emits {FLOAT8_TOKENS}, not {emit.format}"
+    if call.hardware.architecture in FNUZ_ARCHITECTURES:
+        return f"emits float8_e4m3fn, and {call.hardware.architecture} multiplies e4m3fnuz"
+    return f"emits whole groups of {GROUP} columns, not {columns} columns" if columns % GROUP else None
 
 
 def provide_fp8(

@@ -175,14 +175,14 @@ def _bind(
     """Who computes each op of each call site in a bucket, and the scratch memory of the largest call."""
     bucket = replace(bucket, index=0)
     for _, site in sites(model):
-        site[:] = [site.op.reference]
+        site.unbind()
     records = record(model, [bucket], hardware, page_size)
     binding = bind(records, 1, hardware, parse_overrides(overrides), timings=timings)
     chosen: dict[tuple[str, str], str] = {}
     for path, site in sites(model):
         for choice in site.choices:
             _note(chosen, path, choice)
-        site[:], site.choices = [site.op.reference], []
+        site.unbind()
     return chosen, binding.workspace
 
 

@@ -1,5 +1,6 @@
 """Formats of stored numbers: pack, unpack, bytes; quantisation schemes as checkpoints declare them."""
 
+from firstlight.quant.activations import FLOAT8_TOKENS, Emission, emitted, empty_result, result_bytes
 from firstlight.quant.fnuz import E4M3FNUZ
 from firstlight.quant.format import PLAIN, Format, Packed, Weight, dtype_name, format_of, nbytes, plain
 from firstlight.quant.layouts import LAYOUTS, Layout, register_layout, repack, unpack
@@ -7,10 +8,12 @@ from firstlight.quant.scheme import SCALE_SUFFIX, BlockFp8, GgufBlocks, Scheme, 
 
 __all__ = [
     "E4M3FNUZ",
+    "FLOAT8_TOKENS",
     "LAYOUTS",
     "PLAIN",
     "SCALE_SUFFIX",
     "BlockFp8",
+    "Emission",
     "Format",
     "GgufBlocks",
     "Layout",
@@ -18,11 +21,14 @@ __all__ = [
     "Scheme",
     "Weight",
     "dtype_name",
+    "emitted",
+    "empty_result",
     "format_of",
     "nbytes",
     "plain",
     "register_layout",
     "repack",
+    "result_bytes",
     "scheme_of",
     "unpack",
 ]

@@ -69,11 +69,13 @@ class Packed:
     """A tensor in a format that isn't plain.
 
     parts: "data" (payload) and, with scales outside the payload, "scale". shape: logical shape, as if unpacked.
+    plain: of activations, the tensor that was packed, where somebody wants that too; no part of the packed form.
     """
 
     parts: Mapping[str, torch.Tensor]
     format: Format
     shape: tuple[int, ...]
+    plain: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:

@@ -11,6 +11,7 @@ from firstlight.cache import CachePool, PagedSpec
 from firstlight.models import CausalModel
 from firstlight.models.walk import bind_caches
 from firstlight.nn.module import Carry, caches
+from firstlight.ops.handover import kept_plain
 from firstlight.step import Bucket, PageTable, SlotTable, StepBatch, Table, token_slots
 from firstlight.verify.reference import Call, Record
 from firstlight.verify.workload import LONG, Row, Sequence
@@ -205,11 +206,12 @@ class Candidate:
     def _run(self, path: str, step: StepBatch, call: Call, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         module = self.model.get_submodule(path)
         inputs = tuple(self._cast(value) for value in call.inputs)
-        if path == "lm_head":
-            return (module(step, *inputs).flip(0),)
-        if path.endswith("norm"):
-            return module(step, *inputs)
-        return (module(step, *inputs, angles) if path.endswith("mixer") else module(step, *inputs),)
+        with kept_plain(module):
+            if path == "lm_head":
+                return (module(step, *inputs).flip(0),)
+            if path.endswith("norm"):
+                return module(step, *inputs)
+            return (module(step, *inputs, angles) if path.endswith("mixer") else module(step, *inputs),)
 
     def _values(self, rows: tuple[Row, ...], records: list[Record]) -> Values:
         """The reference's calls cut to a step's tokens."""

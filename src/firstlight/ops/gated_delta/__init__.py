@@ -13,6 +13,7 @@ from firstlight.ops.gated_delta_rule import DeltaLog, gated_delta_rule
 from firstlight.ops.gated_rms_norm import gated_rms_norm
 from firstlight.ops.l2_norm import l2_norm
 from firstlight.ops.op import Op
+from firstlight.quant import Emission, Weight, emitted, empty_result
 
 
 def body(
@@ -40,14 +41,15 @@ def body(
     max_query: int,
     log: DeltaLog | None = None,
     log_length: Tensor | None = None,
-) -> Tensor:
+    emit: Emission | None = None,
+) -> Weight:
     """q | k | v = causal_conv(mixed); y = gated_rms_norm(gated_delta_rule(l2(q) / sqrt(K), l2(k), v, gates), z).
 
     mixed: [T, C], raw projections q | k | v, C = 2 HK K + HV V. z: [T, HV V]. a, b: [T, HV]. conv_weight: [C, W].
     A_log, dt_bias: [HV]. norm_weight: [V]. conv_pool: [slots, C, W - 1] and state_pool: [slots, HV, V, K] float32 or bfloat16,
     one slot for both, written in place. The rest as in `gated_delta_rule`; `log` holds the convolution's columns as well.
     key_heads, value_heads, key_dim, value_dim: HK, HV, K, V of this rank. eps: of the gated norm; l2 norms have 1e-6.
-    Returns [T, HV V] in mixed.dtype. Rounded to mixed.dtype: the convolution, normalised q and k, o, and as the norm says.
+    Returns [T, HV V] in mixed.dtype, or with `emit` what that quantises to. Rounded to mixed.dtype: the convolution, normalised q and k, o, and as the norm says.
     Source: Gated Delta Networks (arXiv 2412.06464); the Qwen3-Next and Qwen3.5 model files.
     """
     conv_log = None if log is None else log.conv
@@ -83,12 +85,13 @@ def body(
         log=log,
         log_length=log_length,
     )
-    return parts.gated_rms_norm(o, z.unflatten(-1, (value_heads, value_dim)), norm_weight, eps=eps).flatten(1)
+    y = parts.gated_rms_norm(o, z.unflatten(-1, (value_heads, value_dim)), norm_weight, eps=eps).flatten(1)
+    return emitted(y, emit)
 
 
-def abstract(mixed: Tensor, z: Tensor, *args: object, **kwargs: object) -> Tensor:
-    """[T, HV V] in mixed.dtype."""
-    return mixed.new_empty(z.shape)
+def abstract(mixed: Tensor, z: Tensor, *args: object, emit: Emission | None = None, **kwargs: object) -> Weight:
+    """[T, HV V] in mixed.dtype, or as `emit` asks for it."""
+    return empty_result(mixed, z.shape, emit)
 
 
 gated_delta = Op(
@@ -104,7 +107,13 @@ gated_delta.provide(
     when=triton_chunked.when,
     rank=4,
     workspace=triton_chunked.workspace,
+    emits=True,
 )
 gated_delta.provide(
-    "triton_decode", triton_decode.run, when=triton_decode.when, rank=5, workspace=triton_decode.workspace
+    "triton_decode",
+    triton_decode.run,
+    when=triton_decode.when,
+    rank=5,
+    workspace=triton_decode.workspace,
+    emits=True,
 )

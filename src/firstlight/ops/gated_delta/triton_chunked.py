@@ -19,14 +19,15 @@ A slot that one request writes may not be read by another in the same step; prog
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from firstlight.ops.gated_delta.triton_decode import check_strides, unsupported
+from firstlight.ops.gated_delta.triton_decode import check_strides, raw_bytes, unsupported
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import register_limit, unavailable
+from firstlight.ops.triton_support import cannot_emit, register_limit, unavailable
+from firstlight.quant import Emission, Weight, empty_result
 
 CHUNK = 64
 LARGEST_WIDTH = 4
@@ -92,7 +93,7 @@ def when(call: Call) -> str | None:
         return "multiplies tiles of 16 by 16 at least"
     if call.args[4].shape[1] > LARGEST_WIDTH:
         return f"convolves with {LARGEST_WIDTH} taps at most, not {call.args[4].shape[1]}"
-    return unsupported(call)
+    return unsupported(call) or cannot_emit(call, call.kwargs["value_dim"])
 
 
 def chunk_count(tokens: int, requests: int) -> int:
@@ -111,7 +112,7 @@ def segment_rows(chunks: int, max_query: int, segments: int) -> int:
 
 
 def workspace(call: Call) -> int:
-    """q, k, v of all tokens, X, P and decays of all chunks, states and transitions of all segments: bytes."""
+    """q, k, v of all tokens, X, P and decays of all chunks, states and transitions of all segments, raw outputs: bytes."""
     mixed, requests, heads = call.args[0], call.args[11].shape[0], call.kwargs["value_heads"]
     key_dim, value_dim = call.kwargs["key_dim"], call.kwargs["value_dim"]
     chunks = chunk_count(mixed.shape[0], requests)
@@ -120,7 +121,7 @@ def workspace(call: Call) -> int:
     )
     rows = segment_rows(chunks, call.kwargs["max_query"], cut.segments)
     states = rows * heads * (value_dim + key_dim) * key_dim * 4
-    return mixed.nbytes + chunks * heads * CHUNK * (2 * CHUNK * mixed.element_size() + 16) + states
+    return raw_bytes(call) + mixed.nbytes + chunks * heads * CHUNK * (2 * CHUNK * mixed.element_size() + 16) + states
 
 
 def run(
@@ -147,8 +148,9 @@ def run(
     max_query: int,
     log: None = None,
     log_length: Tensor | None = None,
+    emit: Emission | None = None,
     cut: Cut | None = None,
-) -> Tensor:
+) -> Weight:
     """The contract of `gated_delta`. cut: instead of `choose_cut`."""
     from firstlight.ops.gated_delta import triton_chunked_kernels as kernels
     from firstlight.ops.gated_delta import triton_states_kernels as states
@@ -158,9 +160,11 @@ def run(
     tokens, channels = mixed.shape
     requests = state_in.shape[0]
     if requests == 0 or tokens == 0:
-        return out
+        return empty_result(mixed, z.shape, emit)
     exact = mixed.dtype == torch.float32
     cut = cut or choose_cut(tokens, requests, value_heads, value_dim, max_query, exact=exact)
+    if emit is not None:
+        cut = replace(cut, norm=False)
     chunks = chunk_count(tokens, requests)
     columns = torch.empty((tokens, channels), dtype=mixed.dtype, device=mixed.device)
     inverse = torch.empty((chunks, value_heads, CHUNK, CHUNK), dtype=mixed.dtype, device=mixed.device)
@@ -318,23 +322,12 @@ def run(
         BLOCK_E=block_exports,
         num_warps=4,
     )
-    if not cut.norm:
-        block_rows = max(1, min(32, 4096 // value_dim))
-        kernels.norm_kernel[(-(-tokens * value_heads // block_rows),)](
-            out,
-            z,
-            norm_weight,
-            eps,
-            tokens * value_heads,
-            z.stride(0),
-            HV=value_heads,
-            V=value_dim,
-            BLOCK_ROWS=block_rows,
-            ROUND_PRODUCT=round_product,
-            PDL=False,
-            num_warps=4,
-        )
-    return out
+    if cut.norm:
+        return out
+    block_rows = max(1, min(32, 4096 // value_dim))
+    result = kernels.gated_result(out, emit)
+    kernels.gate_outputs(out, z, norm_weight, eps, result, value_heads, block_rows, round_product, PDL=False)
+    return result
 
 
 def heads_together(heads: int, dim: int) -> int:

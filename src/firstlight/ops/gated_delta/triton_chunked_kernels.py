@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from firstlight.ops.gated_delta.triton_decode_kernel import LOG2_E, find_export, silu, softplus
+from firstlight.ops.linear.triton_quantise import packed_arguments, plain_part, store_packed
 from firstlight.ops.triton_launch import kernel
+from firstlight.ops.triton_support import cdiv
+from firstlight.quant import Emission, Weight
+from firstlight.quant.activations import empty_packed
 
 
 @triton.jit
@@ -374,16 +381,21 @@ def norm_kernel(
     out_ptr,
     z_ptr,
     norm_weight_ptr,
+    y_ptr,
+    data_ptr,
+    scale_ptr,
     eps,
     rows,
     z_stride_t,
+    scale_stride_t,
+    scale_stride_k,
     HV: tl.constexpr,
     V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ROUND_PRODUCT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gated norm of rows (token, value head), in place."""
+    """y = gated norm of rows (token, value head) of out, which may be y; plain, packed or both."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -398,4 +410,48 @@ def norm_kernel(
     product = y * tl.load(norm_weight_ptr + o_v).to(tl.float32)[None, :]
     if ROUND_PRODUCT:
         product = product.to(dtype).to(tl.float32)
-    tl.store(out_ptr + o_row[:, None] * V + o_v[None, :], (product * silu(z)).to(dtype), mask=inside)
+    y = (product * silu(z)).to(dtype)
+    if y_ptr is not None:
+        tl.store(y_ptr + o_row[:, None] * V + o_v[None, :], y, mask=inside)
+    if data_ptr is not None:
+        first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+        store_packed(y, first, rows, 0, V, HV * V, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, BLOCK_ROWS, V)
+
+
+def gated_result(out: Tensor, emit: Emission | None) -> Weight:
+    """What the gated norm of raw outputs out [T, HV V] is written to: `out` if it is wanted plain, and room for it packed."""
+    if emit is None:
+        return out
+    packed = empty_packed(out.shape, emit.format, out.device)
+    return replace(packed, plain=out) if emit.plain else packed
+
+
+def gate_outputs(
+    out: Tensor,
+    z: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    result: Weight,
+    value_heads: int,
+    block_rows: int,
+    round_product: bool,
+    **launch: bool,
+) -> None:
+    """The gated norm of raw outputs out [T, HV V] to `gated_result`. launch: PDL, and launch_pdl if that is on."""
+    tokens, columns = out.shape
+    norm_kernel[(cdiv(tokens * value_heads, block_rows),)](
+        out,
+        z,
+        norm_weight,
+        plain_part(result),
+        eps=eps,
+        rows=tokens * value_heads,
+        z_stride_t=z.stride(0),
+        HV=value_heads,
+        V=columns // value_heads,
+        BLOCK_ROWS=block_rows,
+        ROUND_PRODUCT=round_product,
+        num_warps=4,
+        **packed_arguments(result),
+        **launch,
+    )

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import register_limit, unavailable
+from firstlight.ops.triton_support import cannot_emit, register_limit, unavailable
+from firstlight.quant import Emission, Weight, empty_result
 
 FEW_HEADS = 132
 """Up to here (value heads of all requests) a head's last program applies the norm."""
@@ -36,7 +37,7 @@ def when(call: Call) -> str | None:
         return "serves steps with one token a request"
     if call.kwargs.get("log") is not None or call.args[12].dim() != 1:
         return "writes the state after the step only"
-    return unsupported(call)
+    return unsupported(call) or cannot_emit(call, call.kwargs["value_dim"])
 
 
 def unsupported(call: Call) -> str | None:
@@ -74,9 +75,15 @@ def choose_tiles(heads: int, value_dim: int, key_dim: int, dependent: bool) -> T
 
 
 def workspace(call: Call) -> int:
-    """q, k, v and gates of the step, between the kernels: bytes."""
+    """q, k, v and gates of the step, between the kernels, and raw outputs: bytes."""
     mixed, requests, heads = call.args[0], call.args[11].shape[0], call.kwargs["value_heads"]
-    return requests * (mixed.shape[1] * mixed.element_size() + heads * 2 * 4)
+    return raw_bytes(call) + requests * (mixed.shape[1] * mixed.element_size() + heads * 2 * 4)
+
+
+def raw_bytes(call: Call) -> int:
+    """Of outputs before the gated norm, if that isn't written in their place."""
+    emit = call.kwargs.get("emit")
+    return 0 if emit is None or emit.plain else int(call.args[1].numel() * call.args[0].element_size())
 
 
 def run(
@@ -103,16 +110,19 @@ def run(
     max_query: int,
     log: None = None,
     log_length: Tensor | None = None,
+    emit: Emission | None = None,
     tiles: Tiles | None = None,
-) -> Tensor:
+) -> Weight:
     """The contract of `gated_delta` for one token (or none) a request. tiles: instead of `choose_tiles`."""
     from firstlight.ops.gated_delta import triton_decode_kernel as kernels
+    from firstlight.ops.gated_delta.triton_chunked_kernels import gate_outputs, gated_result
+    from firstlight.ops.linear.triton_quantise import packed_arguments, plain_part
 
     check_strides(mixed, z, a, b, state_pool)
     out = torch.empty(z.shape, dtype=mixed.dtype, device=mixed.device)
     requests = state_in.shape[0]
     if requests == 0 or mixed.shape[0] == 0:
-        return out
+        return empty_result(mixed, z.shape, emit)
     if tiles is None:
         dependent = mixed.is_cuda and torch.version.hip is None
         tiles = choose_tiles(requests * value_heads, value_dim, key_dim, dependent)
@@ -153,6 +163,7 @@ def run(
         PDL=tiles.dependent,
         **launch,
     )
+    result = gated_result(out, emit)
     kernels.streaming_kernel[(value_heads * (value_dim // tiles.rows), requests)](
         columns,
         gates,
@@ -162,10 +173,12 @@ def run(
         *indices,
         tickets(mixed.device, requests * value_heads),
         out,
-        eps,
-        exports.shape[0],
-        z.stride(0),
-        state_pool.stride(0),
+        plain_part(result),
+        eps=eps,
+        exports_count=exports.shape[0],
+        z_stride_t=z.stride(0),
+        state_stride_slot=state_pool.stride(0),
+        **packed_arguments(result),
         **sizes,
         BLOCK_V=tiles.rows,
         ROUND_PRODUCT=round_product,
@@ -177,24 +190,8 @@ def run(
         **launch,
     )
     if not tiles.norm:
-        from firstlight.ops.gated_delta.triton_chunked_kernels import norm_kernel
-
-        norm_kernel[(-(-out.shape[0] * value_heads // 8),)](
-            out,
-            z,
-            norm_weight,
-            eps,
-            out.shape[0] * value_heads,
-            z.stride(0),
-            HV=value_heads,
-            V=value_dim,
-            BLOCK_ROWS=8,
-            ROUND_PRODUCT=round_product,
-            PDL=tiles.dependent,
-            num_warps=4,
-            **launch,
-        )
-    return out
+        gate_outputs(out, z, norm_weight, eps, result, value_heads, 8, round_product, PDL=tiles.dependent, **launch)
+    return result
 
 
 def check_strides(mixed: Tensor, z: Tensor, a: Tensor, b: Tensor, state_pool: Tensor) -> None:

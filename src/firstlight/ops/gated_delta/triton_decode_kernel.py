@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from firstlight.ops.linear.triton_quantise import store_packed
 from firstlight.ops.triton_launch import kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -97,15 +98,15 @@ def convolve_channels(
 
 
 @triton.jit
-def gate_row(o, row_ptr, z_ptr, norm_weight_ptr, eps, V: tl.constexpr, ROUND_PRODUCT: tl.constexpr):
-    """Stores the gated norm of o [V], which has the output's dtype."""
+def gate_row(o, z_ptr, norm_weight_ptr, eps, V: tl.constexpr, ROUND_PRODUCT: tl.constexpr):
+    """The gated norm of o [V], which has the output's dtype."""
     o_v = tl.arange(0, V)
     wide = o.to(tl.float32)
     y = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / V + eps)).to(o.dtype).to(tl.float32)
     product = y * tl.load(norm_weight_ptr + o_v).to(tl.float32)
     if ROUND_PRODUCT:
         product = product.to(o.dtype).to(tl.float32)
-    tl.store(row_ptr + o_v, (product * silu(tl.load(z_ptr + o_v).to(tl.float32))).to(o.dtype))
+    return (product * silu(tl.load(z_ptr + o_v).to(tl.float32))).to(o.dtype)
 
 
 @kernel
@@ -246,10 +247,15 @@ def streaming_kernel(
     exports_ptr,
     tickets_ptr,
     out_ptr,
+    normed_ptr,
+    data_ptr,
+    scale_ptr,
     eps,
     exports_count,
     z_stride_t,
     state_stride_slot,
+    scale_stride_t,
+    scale_stride_k,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -261,7 +267,8 @@ def streaming_kernel(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The recurrence of BLOCK_V values of one head; with NORM, the gated norm by a head's last program.
+    """The recurrence of BLOCK_V values of one head to out; with NORM, its gated norm by a head's last program: plain to normed, which may
+    be out, packed, or both.
 
     A warp has a row of the state's tile [BLOCK_V, K] at a time, so that of a key or a query a thread holds a few numbers only:
     few registers, and many programs with their bytes in flight.
@@ -312,4 +319,11 @@ def streaming_kernel(
             if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == SLICES - 1:
                 tl.store(ticket_ptr, 0)
                 whole = tl.load(row_ptr + tl.arange(0, V), cache_modifier=".cg")
-                gate_row(whole, row_ptr, z_ptr + row * z_stride_t + i_hv * V, norm_weight_ptr, eps, V, ROUND_PRODUCT)
+                y = gate_row(whole, z_ptr + row * z_stride_t + i_hv * V, norm_weight_ptr, eps, V, ROUND_PRODUCT)
+                first = row * HV + i_hv
+                if normed_ptr is not None:
+                    tl.store(normed_ptr + first * V + tl.arange(0, V), y)
+                if data_ptr is not None:
+                    store_packed(
+                        y, first, first + 1, 0, V, HV * V, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, 1, V
+                    )

@@ -51,7 +51,12 @@ def cost(
 linear = Op("linear", body, abstract=abstract, cost=cost)
 linear.provide("torch", torch_plain.run, when=torch_plain.when)
 linear.provide(
-    "torch_block_fp8", torch_block_fp8.run, when=torch_block_fp8.when, rank=5, workspace=torch_block_fp8.workspace
+    "torch_block_fp8",
+    torch_block_fp8.run,
+    when=torch_block_fp8.when,
+    rank=5,
+    workspace=torch_block_fp8.workspace,
+    wants=triton_block_fp8.wants,
 )
 provide_fp8(linear, "triton_skinny", triton_skinny.run, when=triton_skinny.when, weights=("weight",), rank=3)
 provide_fp8(
@@ -62,4 +67,5 @@ provide_fp8(
     weights=("weight",),
     rank=4,
     workspace=triton_block_fp8.workspace,
+    wants=triton_block_fp8.wants,
 )

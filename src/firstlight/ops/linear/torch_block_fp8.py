@@ -10,14 +10,12 @@ from torch import Tensor
 
 from firstlight.ops.linear import triton_block_fp8
 from firstlight.ops.op import Call
-from firstlight.quant import Packed
+from firstlight.quant import Packed, Weight
 
 SCALE_COLUMNS = 4
 """cuBLASLt reads rows of weight scales in fours."""
 LEAST_TOKENS = 256
 """Below it, tiles of its fixed size are mostly empty."""
-TOKENS_TOGETHER = 16
-"""cuBLASLt takes tokens in multiples (it refuses 257 and 1,030); the columns of scales then start at whole cache sectors."""
 
 
 def when(call: Call) -> str | None:
@@ -28,7 +26,8 @@ def when(call: Call) -> str | None:
     bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
     if call.hardware.architecture != "sm_90":
         return f"serves sm_90, not {call.hardware.architecture}"
-    if bias is not None or (call.kwargs.get("dtype") or x.dtype) != torch.bfloat16:
+    given = call.kwargs.get("dtype") or (None if isinstance(x, Packed) else x.dtype)
+    if bias is not None or given != torch.bfloat16:
         return "gives bfloat16 without a bias"
     if x.shape[0] < LEAST_TOKENS:
         return f"serves {LEAST_TOKENS} tokens or more, not {x.shape[0]}"
@@ -39,18 +38,16 @@ def when(call: Call) -> str | None:
 
 def workspace(call: Call) -> int:
     """Quantised activations with their scales, and the weight's scales in float32: bytes."""
-    tokens, columns = call.args[0].shape
-    return triton_block_fp8.quantised_bytes(tokens, columns) + 4 * call.args[1].parts["scale"].numel()
+    return triton_block_fp8.quantised_bytes(call.args[0]) + 4 * call.args[1].parts["scale"].numel()
 
 
-def run(x: Tensor, weight: Packed, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+def run(x: Weight, weight: Packed, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """The contract of `linear`. Tolerance: 4 % of the result's RMS, from the activations' quantisation."""
-    from firstlight.ops.linear.triton_quantise import quantised
+    from firstlight.ops.linear.triton_quantise import quantised_tokens
 
-    tokens = x.shape[0]
-    if missing := -tokens % TOKENS_TOGETHER:
-        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+    if not isinstance(x, Packed):
+        x = quantised_tokens(x if x.stride(1) == 1 else x.contiguous())
+    tokens, rows = x.shape[0], x.parts["data"]
     data, scale = weight.parts["data"], weight.parts["scale"].float()
-    rows, row_scale = quantised(x if x.stride(1) == 1 else x.contiguous(), data.dtype, column_major=True)
-    y = torch._scaled_mm(rows, data.t(), scale_a=row_scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
-    return y[:tokens] if missing else y
+    y = torch._scaled_mm(rows, data.t(), scale_a=x.parts["scale"], scale_b=scale.t(), out_dtype=torch.bfloat16)
+    return y[:tokens] if tokens < len(y) else y

@@ -12,23 +12,25 @@ from torch import Tensor
 
 from firstlight.ops.linear.triton_skinny import weight_refusal
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import unavailable
-from firstlight.quant import Packed
+from firstlight.ops.triton_support import FNUZ_ARCHITECTURES, unavailable
+from firstlight.quant import FLOAT8_TOKENS, Format, Packed, Weight, format_of, plain
 
 BLOCK = 128
 MOST_CUT, MOST_PARTS, PARTIAL_BYTES = 512, 8, 8 << 20
 """Tokens up to which K may be cut, into how many parts at most, and bounds of their sums: some 160 tiles in float32."""
+READ = (plain(torch.bfloat16), plain(torch.float16), FLOAT8_TOKENS)
+"""Formats of activations."""
 LEAST_TOKENS = 2
 """One token is quicker as a dot product, without being quantised."""
 
 
 def when(call: Call) -> str | None:
-    """FP8 in blocks of 128 x 128, columns a multiple of 128, bfloat16 or float16 activations."""
+    """FP8 in blocks of 128 x 128, columns a multiple of 128; activations in bfloat16, float16 or packed."""
     if reason := unavailable(call.hardware):
         return reason
     x, weight = call.args[:2]
-    if isinstance(x, Packed) or x.dtype not in (torch.bfloat16, torch.float16):
-        return f"the activations are {x.format if isinstance(x, Packed) else x.dtype}"
+    if format_of(x) not in READ:
+        return f"the activations are {format_of(x)}"
     if x.shape[0] < LEAST_TOKENS:
         return f"serves {LEAST_TOKENS} tokens or more, not {x.shape[0]}"
     if not isinstance(weight, Packed):
@@ -40,22 +42,34 @@ def when(call: Call) -> str | None:
     return None
 
 
+def wants(call: Call) -> Format | None:
+    """The form that it quantises activations to; but for e4m3fnuz, which nobody emits."""
+    return None if call.hardware.architecture in FNUZ_ARCHITECTURES else FLOAT8_TOKENS
+
+
 def workspace(call: Call) -> int:
     """Quantised activations with their scales, and for few tokens the partial sums of tiles that K is cut for: bytes."""
-    tokens, columns = call.args[0].shape
-    partial = min(PARTIAL_BYTES, tokens * call.args[1].shape[0] * 4 * MOST_PARTS)
-    return quantised_bytes(tokens, columns) + (partial if tokens <= MOST_CUT else 0)
+    x, weight = call.args[:2]
+    partial = min(PARTIAL_BYTES, x.shape[0] * weight.shape[0] * 4 * MOST_PARTS)
+    return quantised_bytes(x) + (partial if x.shape[0] <= MOST_CUT else 0)
 
 
-def quantised_bytes(tokens: int, columns: int) -> int:
-    """Activations in FP8, and a scale in float32 for each 128 of them."""
-    return tokens * (columns + 4 * -(-columns // BLOCK))
+def quantised_bytes(x: Weight) -> int:
+    """Activations in FP8, and a scale in float32 for each 128 of them; nothing if they come so."""
+    if isinstance(x, Packed):
+        return 0
+    tokens, columns = x.shape
+    return int(tokens * (columns + 4 * -(-columns // BLOCK)))
 
 
-def run(x: Tensor, weight: Packed, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+def run(x: Weight, weight: Packed, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """The contract of `linear`. Tolerance: 4 % of the result's RMS, from the activations' quantisation."""
     from firstlight.ops.linear import triton_block_fp8_kernel as kernels
 
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"linear: x has {x.shape[1]} columns, the weight {weight.shape[1]}")
+    if isinstance(x, Packed):
+        if dtype is None:
+            raise TypeError(f"linear of {x.format} activations needs dtype=, the dtype of the result")
+        return kernels.product(x, weight, bias, dtype)
     return kernels.product(x if x.stride(1) == 1 else x.contiguous(), weight, bias, dtype or x.dtype)

@@ -11,12 +11,12 @@ from torch import Tensor
 from firstlight.ops.linear.triton_quantise import quantised
 from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
 from firstlight.ops.triton_support import cdiv, read_tiles, register_limit, tile_for
-from firstlight.quant import Packed
+from firstlight.quant import Packed, Weight
 
 
 @kernel
 def multiply(
-    x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, T, N, K, x_scale_stride_t, w_stride_n, scale_stride_n,
+    x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, T, N, K, x_scale_stride_t, x_scale_stride_k, w_stride_n, scale_stride_n,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TILES_TOGETHER: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program owns BLOCK_T x BLOCK_N of y, BLOCK_N dividing 128.
@@ -42,7 +42,9 @@ def multiply(
     for i_k in range(K // 128):
         b_x = tl.load(p_x, mask=m_t[:, None], other=0.0)
         b_w = tl.load(p_w, mask=m_n[None, :], other=0.0)
-        b_scale = tl.load(p_x_scale + i_k, mask=m_t, other=0.0) * tl.load(p_scale + i_k).to(tl.float32)
+        b_scale = tl.load(p_x_scale + i_k * x_scale_stride_k, mask=m_t, other=0.0) * tl.load(p_scale + i_k).to(
+            tl.float32
+        )
         b_acc += tl.dot(b_x, b_w) * b_scale[:, None]
         p_x += 128
         p_w += 128
@@ -55,7 +57,7 @@ def multiply(
 
 @kernel
 def multiply_thin(
-    x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, T, N, K, x_scale_stride_t, w_stride_n, scale_stride_n,
+    x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, T, N, K, x_scale_stride_t, x_scale_stride_k, w_stride_n, scale_stride_n,
     part_columns, y_stride_part,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +79,9 @@ def multiply_thin(
     for i_k in range(first // 128, end // 128):
         b_w = tl.load(p_w, mask=m_n[:, None], other=0.0)
         b_x = tl.load(p_x, mask=m_t[None, :], other=0.0)
-        b_scale = tl.load(p_x_scale + i_k, mask=m_t, other=0.0) * tl.load(p_scale + i_k).to(tl.float32)
+        b_scale = tl.load(p_x_scale + i_k * x_scale_stride_k, mask=m_t, other=0.0) * tl.load(p_scale + i_k).to(
+            tl.float32
+        )
         b_acc += tl.dot(b_w, b_x) * b_scale[None, :]
         p_x += 128
         p_w += 128
@@ -114,8 +118,8 @@ NARROW, LEAST_WIDE = read_tiles(__file__, "triton_block_fp8_narrow_tiles.json"),
 """The same for products with fewer than so many tiles of 64 tokens by 128 columns, all by `multiply_thin`."""
 
 
-def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, **tuning: int) -> Tensor:
-    """x [T, K], columns adjacent. tuning: entries of `TILES` to replace."""
+def product(x: Weight, weight: Packed, bias: Tensor | None, dtype: torch.dtype, **tuning: int) -> Tensor:
+    """x [T, K], columns adjacent, or packed in `FLOAT8_TOKENS`. tuning: entries of `TILES` to replace."""
     tokens, columns = x.shape
     rows = weight.shape[0]
     data, scale = weight.parts["data"], weight.parts["scale"]
@@ -124,10 +128,13 @@ def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
     if not tokens:
         return y
-    source, source_scale = quantised(x, data.dtype)
-    arguments = (source, source_scale, data, scale, x if bias is None else bias, y, tokens, rows, columns)
+    if isinstance(x, Packed):
+        source, source_scale = x.parts["data"], x.parts["scale"]
+    else:
+        source, source_scale = quantised(x, data.dtype)
+    arguments = (source, source_scale, data, scale, y if bias is None else bias, y, tokens, rows, columns)
     common: dict[str, Any] = {
-        "x_scale_stride_t": source_scale.stride(0), "w_stride_n": data.stride(0), "scale_stride_n": scale.stride(0),
+        "x_scale_stride_t": source_scale.stride(0), "x_scale_stride_k": source_scale.stride(1), "w_stride_n": data.stride(0), "scale_stride_n": scale.stride(0),
         "BLOCK_T": shape["block_t"], "BLOCK_N": shape["block_n"], "HAS_BIAS": bias is not None,
         "num_warps": shape["warps"], "num_stages": shape["stages"],
     }  # fmt: skip
@@ -146,11 +153,11 @@ def product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
         if parts > 1:
             add_parts[(tokens, cdiv(rows, 512))](
                 partial, arguments[4], y, rows, parts, tokens * rows, BLOCK_N=512, HAS_BIAS=bias is not None,
-                **dependent_launch(x),
+                **dependent_launch(y),
             )  # fmt: skip
     else:
         multiply[(tiles_t * tiles_n,)](
             *arguments, TILES_TOGETHER=shape["together"], **common, **register_limit(shape.get("registers", 0)),
-            **dependent_launch(x),
+            **dependent_launch(y),
         )  # fmt: skip
     return y

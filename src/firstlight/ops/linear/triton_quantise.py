@@ -5,6 +5,8 @@ Kernel module: it needs triton.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
 from firstlight.ops.triton_support import cdiv, power_of_two
+from firstlight.quant import FLOAT8_TOKENS, Packed, Weight
+from firstlight.quant.activations import empty_packed
 
 LEAST = tl.constexpr(1e-10)
 """Least maximum of a group: a group of zeros has a scale, and its elements are zeros."""
@@ -58,18 +62,64 @@ def quantise_rows(
     tl.store(scale_ptr + o_t * scale_stride_t + o_group * scale_stride_k, b_scale, mask=m_t & (o_group * 128 < K))
 
 
-def quantised(x: Tensor, dtype: torch.dtype, column_major: bool = False) -> tuple[Tensor, Tensor]:
-    """(x in `dtype` [T, K], scale float32 [T, ceil(K / 128)]); column_major: tokens of a group's scales are neighbours."""
+@triton.jit
+def store_packed(
+    b_y, first, rows, column, columns, K, data_ptr, scale_ptr, scale_stride_t, scale_stride_k,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Stores part of a result as `FLOAT8_TOKENS` [T, K], quantised.
+
+    The result is taken as [rows, columns], K / columns rows a token; b_y is its part from row `first` and column `column` on:
+    BLOCK_R x BLOCK_D values that are rounded to the result's dtype. Columns are in whole groups.
+    """
+    GROUPS: tl.constexpr = BLOCK_D // 128
+    o_m = tl.arange(0, BLOCK_R * GROUPS)
+    o_r, o_column = first + o_m // GROUPS, column + o_m % GROUPS * 128
+    o_y = o_r.to(tl.int64) * columns + o_column
+    mask = (o_r < rows) & (o_column < columns)
+    b_data, b_scale = quantise_columns(b_y.to(tl.float32).reshape(BLOCK_R * GROUPS, 128), data_ptr.dtype.element_ty)
+    tl.store(data_ptr + o_y[:, None] + tl.arange(0, 128)[None, :], b_data, mask=mask[:, None])
+    tl.store(scale_ptr + o_y // K * scale_stride_t + o_y % K // 128 * scale_stride_k, b_scale, mask=mask)
+
+
+def packed_arguments(result: Weight) -> dict[str, Any]:
+    """What a kernel that may call `store_packed` is given of a result: `data_ptr` and the rest, or None where it is plain."""
+    if isinstance(result, Tensor):
+        return {"data_ptr": None, "scale_ptr": None, "scale_stride_t": 0, "scale_stride_k": 0}
+    scale = result.parts["scale"]
+    return {
+        "data_ptr": result.parts["data"], "scale_ptr": scale,
+        "scale_stride_t": scale.stride(0), "scale_stride_k": scale.stride(1),
+    }  # fmt: skip
+
+
+def plain_part(result: Weight) -> Tensor | None:
+    """The plain values of a result, if they are wanted."""
+    return result if isinstance(result, Tensor) else result.plain
+
+
+def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [T, K], columns adjacent -> (x in `dtype` [T, K], scale float32 [T, ceil(K / 128)])."""
+    tokens, columns = x.shape
+    y = torch.empty((tokens, columns), dtype=dtype, device=x.device)
+    scale = torch.empty((tokens, cdiv(columns, 128)), dtype=torch.float32, device=x.device)
+    _quantise(x, y, scale)
+    return y, scale
+
+
+def quantised_tokens(x: Tensor) -> Packed:
+    """x [T, K], columns adjacent -> the same in `FLOAT8_TOKENS`."""
+    packed = empty_packed(x.shape, FLOAT8_TOKENS, x.device)
+    _quantise(x, packed.parts["data"], packed.parts["scale"])
+    return packed
+
+
+def _quantise(x: Tensor, y: Tensor, scale: Tensor) -> None:
     tokens, columns = x.shape
     groups = cdiv(columns, 128)
-    y = torch.empty((tokens, columns), dtype=dtype, device=x.device)
-    shape = (groups, tokens) if column_major else (tokens, groups)
-    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
-    scale = scale.t() if column_major else scale
     share = min(power_of_two(groups), 16)
     block_t = max(1, 32 // share) if tokens >= 1024 else 1
     quantise_rows[(cdiv(tokens, block_t), cdiv(groups, share))](
         x, y, scale, tokens, columns, x.stride(0), scale.stride(0), scale.stride(1), BLOCK_T=block_t, GROUPS=share,
         **dependent_launch(x),
     )  # fmt: skip
-    return y, scale

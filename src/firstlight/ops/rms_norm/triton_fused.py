@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import unavailable
+from firstlight.ops.triton_support import cannot_emit, unavailable
+from firstlight.quant import Emission, Weight
 
 MOST_COLUMNS = 16384
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,11 +29,11 @@ def when(call: Call) -> str | None:
     x, weight = call.args
     if x.dim() not in (2, 3):
         return f"x has {x.dim()} dimensions, the kernel takes 2 or 3"
-    return refusal(call, x, weight)
+    return refusal(call, x, weight) or cannot_emit(call, x.shape[-1])
 
 
-def run(x: Tensor, weight: Tensor, *, eps: float, zero_centred: bool = False) -> Tensor:
+def run(x: Tensor, weight: Tensor, *, eps: float, zero_centred: bool = False, emit: Emission | None = None) -> Weight:
     """The contract of `rms_norm`."""
     from firstlight.ops.rms_norm import triton_fused_kernel as kernels
 
-    return kernels.rms_norm(x if x.stride(-1) == 1 else x.contiguous(), weight, eps, zero_centred)
+    return kernels.rms_norm(x if x.stride(-1) == 1 else x.contiguous(), weight, eps, zero_centred, emit)

@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firstlight.ops.linear.triton_quantise import packed_arguments, plain_part, store_packed
 from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
 from firstlight.ops.triton_support import cdiv, power_of_two
+from firstlight.quant import Emission, Weight, empty_result
 
 
 @triton.jit
@@ -22,10 +24,11 @@ def scaled(b_x, b_weight, D, eps, DTYPE: tl.constexpr, ZERO_CENTRED: tl.constexp
 
 @kernel
 def norm_rows(
-    x_ptr, weight_ptr, y_ptr, rows, heads, D, eps, x_stride_t, x_stride_h,
+    x_ptr, weight_ptr, y_ptr, data_ptr, scale_ptr, rows, heads, D, eps, x_stride_t, x_stride_h,
+    scale_stride_t, scale_stride_k,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ZERO_CENTRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, D] from x [rows / heads, heads, D]."""
+    """y [rows, D] from x [rows / heads, heads, D]; or packed, or both."""
     wait_for_inputs(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
@@ -33,16 +36,21 @@ def norm_rows(
     p_x = x_ptr + (o_r // heads * x_stride_t + o_r % heads * x_stride_h)[:, None] + o_d[None, :]
     b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
     b_weight = tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-    b_y = scaled(b_x, b_weight, D, eps, y_ptr.dtype.element_ty, ZERO_CENTRED)
-    tl.store(y_ptr + o_r[:, None] * D + o_d[None, :], b_y, mask=mask)
+    b_y = scaled(b_x, b_weight, D, eps, x_ptr.dtype.element_ty, ZERO_CENTRED)
+    if y_ptr is not None:
+        tl.store(y_ptr + o_r[:, None] * D + o_d[None, :], b_y, mask=mask)
+    if data_ptr is not None:
+        first = tl.program_id(0).to(tl.int64) * BLOCK_R
+        store_packed(b_y, first, rows, 0, D, D, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, BLOCK_R, BLOCK_D)
 
 
 @kernel
 def add_and_norm_rows(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, D, eps, x_stride_t, residual_stride_t,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, data_ptr, scale_ptr, D, eps, x_stride_t, residual_stride_t,
+    scale_stride_t, scale_stride_k,
     BLOCK_D: tl.constexpr, ZERO_CENTRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a row: sum = x + residual, rounded; y = its norm."""
+    """A program a row: sum = x + residual, rounded; y = its norm, plain, packed or both."""
     wait_for_inputs(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)[None, :]
@@ -52,8 +60,11 @@ def add_and_norm_rows(
     b_weight = tl.load(weight_ptr + tl.arange(0, BLOCK_D), mask=tl.arange(0, BLOCK_D) < D, other=0.0).to(tl.float32)
     b_sum = (b_x + b_residual).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + i_t * D + o_d, b_sum, mask=mask)
-    b_y = scaled(b_sum.to(tl.float32), b_weight, D, eps, y_ptr.dtype.element_ty, ZERO_CENTRED)
-    tl.store(y_ptr + i_t * D + o_d, b_y, mask=mask)
+    b_y = scaled(b_sum.to(tl.float32), b_weight, D, eps, x_ptr.dtype.element_ty, ZERO_CENTRED)
+    if y_ptr is not None:
+        tl.store(y_ptr + i_t * D + o_d, b_y, mask=mask)
+    if data_ptr is not None:
+        store_packed(b_y, i_t, i_t + 1, 0, D, D, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, 1, BLOCK_D)
 
 
 @kernel
@@ -88,30 +99,33 @@ def rows_together(columns: int) -> int:
     return max(1, 1024 // columns)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool, emit: Emission | None = None) -> Weight:
     """x [T, D] or [T, heads, D], columns adjacent."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = empty_result(x, x.shape, emit)
     x, heads = as_heads(x)
     rows, size = x.shape[0] * heads, x.shape[2]
     block_d = power_of_two(size)
     block_r = rows_together(block_d)
     if rows:
         norm_rows[(cdiv(rows, block_r),)](
-            x, weight, y, rows, heads, size, eps, x.stride(0), x.stride(1),
+            x, weight, plain_part(y), rows=rows, heads=heads, D=size, eps=eps, x_stride_t=x.stride(0),
+            x_stride_h=x.stride(1), **packed_arguments(y),
             BLOCK_R=block_r, BLOCK_D=block_d, ZERO_CENTRED=zero_centred, num_warps=4 if block_d <= 4096 else 8, **dependent_launch(x),
         )  # fmt: skip
     return y
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool, emit: Emission | None = None
+) -> tuple[Weight, Tensor]:
     """x and residual [T, D], columns adjacent -> (normed, sum)."""
     tokens, size = x.shape
-    y = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
-    total = torch.empty_like(y)
+    y, total = empty_result(x, x.shape, emit), x.new_empty(x.shape)
     block_d = power_of_two(size)
     if tokens:
         add_and_norm_rows[(tokens,)](
-            x, residual, weight, y, total, size, eps, x.stride(0), residual.stride(0),
+            x, residual, weight, plain_part(y), total, D=size, eps=eps, x_stride_t=x.stride(0),
+            residual_stride_t=residual.stride(0), **packed_arguments(y),
             BLOCK_D=block_d, ZERO_CENTRED=zero_centred, num_warps=4 if block_d <= 4096 else 8, **dependent_launch(x),
         )  # fmt: skip
     return y, total

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from firstlight.ops.op import Call
 from firstlight.ops.rms_norm.triton_fused import SUPPORTED
-from firstlight.ops.triton_support import unavailable
+from firstlight.ops.triton_support import cannot_emit, unavailable
+from firstlight.quant import Emission, Weight
 
 
 def when(call: Call) -> str | None:
@@ -14,15 +15,13 @@ def when(call: Call) -> str | None:
     x = call.args[0]
     if reason := unavailable(call.hardware):
         return reason
-    return (
-        None
-        if x.dim() == 2 and x.dtype in SUPPORTED
-        else f"serves rows of floats, not {x.dim()} dimensions of {x.dtype}"
-    )
+    if x.dim() != 2 or x.dtype not in SUPPORTED:
+        return f"serves rows of floats, not {x.dim()} dimensions of {x.dtype}"
+    return cannot_emit(call, x.shape[1] // 2)
 
 
-def run(x: Tensor) -> Tensor:
+def run(x: Tensor, *, emit: Emission | None = None) -> Weight:
     """The contract of `silu_mul`."""
     from firstlight.ops.silu_mul import triton_fused_kernel as kernels
 
-    return kernels.silu_mul(x if x.stride(1) == 1 else x.contiguous())
+    return kernels.silu_mul(x if x.stride(1) == 1 else x.contiguous(), emit)
