@@ -32,9 +32,9 @@ def hand_over(binder: Binder, bound: Sequence[tuple[CallSite, Mapping[int, Use]]
     for site, _ in bound:
         if site.gives is not None:
             givers.setdefault(id(site.gives), (site.gives, []))[1].append(site)
-    for handover, sites in givers.values():
+    for handover, makers in givers.values():
         for bucket in range(len(handover)):
-            giving = [(site, uses[id(site)][bucket]) for site in sites if bucket in uses[id(site)]]
+            giving = [(site, uses[id(site)][bucket]) for site in makers if bucket in uses[id(site)]]
             reading = [(site, uses[id(site)][bucket]) for site in handover.readers if bucket in uses.get(id(site), {})]
             emission = _wanted(reading, bucket)
             if giving and emission is not None:

@@ -415,7 +415,7 @@ def norm_kernel(
         tl.store(y_ptr + o_row[:, None] * V + o_v[None, :], y, mask=inside)
     if data_ptr is not None:
         first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-        store_packed(y, first, rows, 0, V, HV * V, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, BLOCK_ROWS, V)
+        store_packed(y, first, rows, 0, V, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, HV, BLOCK_ROWS, V)
 
 
 def gated_result(out: Tensor, emit: Emission | None) -> Weight:

@@ -325,5 +325,5 @@ def streaming_kernel(
                     tl.store(normed_ptr + first * V + tl.arange(0, V), y)
                 if data_ptr is not None:
                     store_packed(
-                        y, first, first + 1, 0, V, HV * V, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, 1, V
+                        y, first, first + 1, 0, V, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, HV, 1, V
                     )

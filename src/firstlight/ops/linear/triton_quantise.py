@@ -64,22 +64,23 @@ def quantise_rows(
 
 @triton.jit
 def store_packed(
-    b_y, first, rows, column, columns, K, data_ptr, scale_ptr, scale_stride_t, scale_stride_k,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    b_y, first, rows, column, columns, data_ptr, scale_ptr, scale_stride_t, scale_stride_k,
+    HEADS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Stores part of a result as `FLOAT8_TOKENS` [T, K], quantised.
+    """Stores part of a result as `FLOAT8_TOKENS`, quantised.
 
-    The result is taken as [rows, columns], K / columns rows a token; b_y is its part from row `first` and column `column` on:
-    BLOCK_R x BLOCK_D values that are rounded to the result's dtype. Columns are in whole groups.
+    The result is [rows, columns] with HEADS rows a token; b_y is its part from row `first` and column `column` on, BLOCK_R x BLOCK_D
+    values that are rounded to the result's dtype. Columns are in whole groups.
     """
     GROUPS: tl.constexpr = BLOCK_D // 128
     o_m = tl.arange(0, BLOCK_R * GROUPS)
     o_r, o_column = first + o_m // GROUPS, column + o_m % GROUPS * 128
-    o_y = o_r.to(tl.int64) * columns + o_column
     mask = (o_r < rows) & (o_column < columns)
     b_data, b_scale = quantise_columns(b_y.to(tl.float32).reshape(BLOCK_R * GROUPS, 128), data_ptr.dtype.element_ty)
-    tl.store(data_ptr + o_y[:, None] + tl.arange(0, 128)[None, :], b_data, mask=mask[:, None])
-    tl.store(scale_ptr + o_y // K * scale_stride_t + o_y % K // 128 * scale_stride_k, b_scale, mask=mask)
+    o_y = (o_r.to(tl.int64) * columns + o_column)[:, None] + tl.arange(0, 128)[None, :]
+    tl.store(data_ptr + o_y, b_data, mask=mask[:, None])
+    o_group = o_r % HEADS * (columns // 128) + o_column // 128
+    tl.store(scale_ptr + o_r // HEADS * scale_stride_t + o_group * scale_stride_k, b_scale, mask=mask)
 
 
 def packed_arguments(result: Weight) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def norm_rows(
         tl.store(y_ptr + o_r[:, None] * D + o_d[None, :], b_y, mask=mask)
     if data_ptr is not None:
         first = tl.program_id(0).to(tl.int64) * BLOCK_R
-        store_packed(b_y, first, rows, 0, D, D, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, BLOCK_R, BLOCK_D)
+        store_packed(b_y, first, rows, 0, D, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, 1, BLOCK_R, BLOCK_D)
 
 
 @kernel
@@ -64,7 +64,7 @@ def add_and_norm_rows(
     if y_ptr is not None:
         tl.store(y_ptr + i_t * D + o_d, b_y, mask=mask)
     if data_ptr is not None:
-        store_packed(b_y, i_t, i_t + 1, 0, D, D, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, 1, BLOCK_D)
+        store_packed(b_y, i_t, i_t + 1, 0, D, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, 1, 1, BLOCK_D)
 
 
 @kernel

@@ -34,7 +34,7 @@ def activate_and_multiply(
         tl.store(y_ptr + i_t * N + o_n, b_y, mask=m_n)
     if data_ptr is not None:
         column = tl.program_id(1) * BLOCK_N
-        store_packed(b_y, i_t, i_t + 1, column, N, N, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, 1, BLOCK_N)
+        store_packed(b_y, i_t, i_t + 1, column, N, data_ptr, scale_ptr, scale_stride_t, scale_stride_k, 1, 1, BLOCK_N)
 
 
 def silu_mul(x: Tensor, emit: Emission | None = None) -> Weight:
