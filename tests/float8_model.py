@@ -19,7 +19,6 @@ from firstlight.weights.loader import load_weights
 from firstlight.weights.random_weights import random_tensors
 
 PAGE = 16
-CONTEXT = 64
 SIZES: Mapping[str, Any] = {
     "hidden_size": 256, "intermediate_size": 384,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
@@ -34,13 +33,15 @@ def float8_config(**changes: Any) -> dict[str, Any]:
     return {**tiny_config("qwen3_5_text"), **SIZES, **changes}
 
 
-def float8_model(buckets: Sequence[Bucket], hardware: Hardware, device: str, **changes: Any) -> CausalModel:
-    """The model, bound for described hardware, with random weights and caches on a device."""
+def float8_model(
+    buckets: Sequence[Bucket], hardware: Hardware, device: str, *, pages: int = 20, slots: int = 9, **changes: Any
+) -> CausalModel:
+    """The model, bound for described hardware, with random weights and caches on a device. pages: of the pool, page 0 included."""
     config = float8_config(**changes)
     model = build_model(config, dtype=torch.bfloat16, scheme=scheme_of(config, torch.bfloat16))
     _, layouts = bind_model(model, buckets, hardware, page_size=PAGE)
-    load_weights(model, random_tensors(model, 0, device), device, layouts)
-    bind_caches(model, CachePool(caches(model), pages=20, slots=9, page_size=PAGE, device=device))
+    load_weights(model, random_tensors(model, 0, device), torch.device(device), layouts)
+    bind_caches(model, CachePool(caches(model), pages=pages, slots=slots, page_size=PAGE, device=device))
     return model
 
 
@@ -59,7 +60,7 @@ def fill_caches(model: CausalModel, seed: int = 0) -> list[torch.Tensor]:
 
 
 def mixed_step(bucket: Bucket, contexts: Sequence[int], prompts: Sequence[int], device: str) -> StepBatch:
-    """Rows that decode behind so many tokens, then prompts of so many; each has pages and a slot of its own."""
+    """Rows that decode behind so many tokens, then prompts of so many; each has a slot and pages of its own, for the longest."""
     counts = [1] * len(contexts) + list(prompts)
     lengths = [context + 1 for context in contexts] + list(prompts)
     requests, tokens = len(counts), sum(counts)
@@ -67,9 +68,9 @@ def mixed_step(bucket: Bucket, contexts: Sequence[int], prompts: Sequence[int], 
     def integers(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=device)
 
-    per_request = CONTEXT // PAGE
+    per_request = -(-max(lengths) // PAGE)
     pages = torch.zeros(requests + 1, per_request, dtype=torch.int32)
-    pages[1:] = 1 + torch.arange(requests * per_request).view(requests, -1) % 19
+    pages[1:] = 1 + torch.arange(requests * per_request).view(requests, -1)
     pages = pages.to(device)
     rows = integers(range(1, requests + 1))
     request = torch.repeat_interleave(torch.arange(requests), torch.tensor(counts)).to(device)

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from firstlight.parallel import Group
+from firstlight.quant import FLOAT8_TOKENS, Emission
+from firstlight.quant.activations import quantise
 from firstlight.quant.blocks import pack_blocks
 
+PACKED, BOTH = Emission(FLOAT8_TOKENS, plain=False), Emission(FLOAT8_TOKENS, plain=True)
 Example = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 ALONE = Group("tp")
 
@@ -102,11 +105,13 @@ EXAMPLES: dict[str, list[Example]] = {
         lambda: ((normal(3, 5), normal(5)), {"eps": 1e-6}),
         lambda: ((normal(3, 2, 5, dtype=torch.bfloat16), normal(5)), {"eps": 1e-5, "zero_centred": True}),
         lambda: ((normal(3, 4, 5)[:, ::2], normal(5)), {"eps": 1e-6}),
+        lambda: ((normal(3, 256, dtype=torch.bfloat16), normal(256)), {"eps": 1e-6, "emit": PACKED}),
     ],
     "add": [lambda: ((normal(3, 5), normal(3, 5, seed=1)), {})],
     "add_rms_norm": [
         lambda: ((normal(3, 5), normal(3, 5, seed=1), normal(5)), {"eps": 1e-6}),
         lambda: ((normal(3, 5), normal(3, 5, seed=1), normal(5)), {"eps": 1e-6, "zero_centred": True, "group": ALONE}),
+        lambda: ((normal(17, 128), normal(17, 128, seed=1), normal(128)), {"eps": 1e-6, "emit": BOTH}),
     ],
     "gated_rms_norm": [lambda: ((normal(3, 2, 5), normal(3, 2, 5, seed=1), normal(5)), {"eps": 1e-6})],
     "layer_norm": [lambda: ((normal(3, 5, dtype=torch.float16), normal(5), normal(5, seed=1)), {"eps": 1e-6})],
@@ -122,11 +127,13 @@ EXAMPLES: dict[str, list[Example]] = {
             (pack_blocks(normal(3, 5), (1, 4), torch.float8_e4m3fn, torch.float32), normal(7, 5)),
             {"dtype": torch.bfloat16},
         ),
+        lambda: ((quantise(normal(16, 256), FLOAT8_TOKENS), normal(7, 256)), {"dtype": torch.bfloat16}),
     ],
-    "silu_mul": [lambda: ((normal(3, 10),), {})],
+    "silu_mul": [lambda: ((normal(3, 10),), {}), lambda: ((normal(3, 256),), {"emit": PACKED})],
     "sigmoid_mul": [
         lambda: ((normal(3, 5), normal(3, 5, seed=1)), {}),
         lambda: ((normal(3, 5), normal(3, 1)), {}),
+        lambda: ((normal(3, 128), normal(3, 128, seed=1)), {"emit": BOTH}),
     ],
     "rope_angles": [
         lambda: ((torch.tensor([0, 5, 9], dtype=torch.int32), normal(8).abs()), {"factor": 1.5}),

@@ -10,6 +10,7 @@ from ops.delta_inputs import export_rows, ints, poisoned, rule_inputs, starts
 from torch import Tensor
 
 from firstlight.ops.gated_delta_rule import DeltaLog
+from firstlight.quant import FLOAT8_TOKENS, Emission
 from firstlight.quant.blocks import pack_blocks
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -72,25 +73,26 @@ def rule_example(kind: str, dtype: torch.dtype) -> Inputs:
     return (*rule_inputs(7, dtype=dtype), pool(6, 8, 16, dtype=torch.float32), *indices), options
 
 
-def gated_delta_example(kind: str, dtype: torch.dtype) -> Inputs:
-    """2 key heads of 16, 6 value heads of 8: 112 channels."""
-    indices, options = step_indices(kind)
+def gated_delta_example(kind: str, dtype: torch.dtype, value_dim: int = 8, **options: Any) -> Inputs:
+    """2 key heads of 16, 6 value heads: 112 channels if these have 8 values."""
+    indices, bounds = step_indices(kind)
+    channels, values = 64 + 6 * value_dim, 6 * value_dim
     if kind == "log":
-        options["log"] = delta_log(112, dtype)
+        bounds["log"] = delta_log(channels, dtype)
     tensors = (
-        normal(7, 112, dtype=dtype),
-        normal(7, 48, dtype=dtype),
+        normal(7, channels, dtype=dtype),
+        normal(7, values, dtype=dtype),
         normal(7, 6, dtype=dtype),
         normal(7, 6, dtype=dtype, seed=1),
-        normal(112, 4, dtype=dtype),
+        normal(channels, 4, dtype=dtype),
         normal(6),
         normal(6, dtype=dtype),
-        normal(8),
-        pool(112, 3, dtype=dtype),
-        pool(6, 8, 16, dtype=torch.float32),
+        normal(value_dim),
+        pool(channels, 3, dtype=dtype),
+        pool(6, value_dim, 16, dtype=torch.float32),
     )
-    sizes = {"key_heads": 2, "value_heads": 6, "key_dim": 16, "value_dim": 8, "eps": 1e-6}
-    return (*tensors, *indices), {**sizes, **options}
+    sizes = {"key_heads": 2, "value_heads": 6, "key_dim": 16, "value_dim": value_dim, "eps": 1e-6}
+    return (*tensors, *indices), {**sizes, **bounds, **options}
 
 
 def route_example(logits_dtype: torch.dtype, **options: Any) -> Inputs:
@@ -131,7 +133,10 @@ EXAMPLES: dict[str, list[Callable[[], Inputs]]] = {
         lambda d=d: ((normal(5, 100, dtype=d)[:, 3:51].unflatten(1, (3, 16)),), {"scale": 0.25}) for d in DTYPES
     ],
     "gated_delta_rule": [lambda k=k, d=d: rule_example(k, d) for k in KINDS for d in DTYPES],
-    "gated_delta": [lambda k=k, d=d: gated_delta_example(k, d) for k in KINDS for d in DTYPES],
+    "gated_delta": [
+        *(lambda k=k, d=d: gated_delta_example(k, d) for k in KINDS for d in DTYPES),
+        lambda: gated_delta_example(KINDS[0], torch.bfloat16, 64, emit=Emission(FLOAT8_TOKENS, plain=False)),
+    ],
     "route": [
         *[lambda d=d: route_example(d, live=torch.tensor([3]), dtype=torch.bfloat16) for d in DTYPES],
         lambda: route_example(torch.float32, scoring="sigmoid", bias=normal(12), groups=4, top_groups=2, scale=2.5),

@@ -34,6 +34,9 @@ def described(value: Any) -> Any:
     """Shapes and dtypes of a result."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
+    if isinstance(value, Packed):
+        parts = {name: (*described(part), part.stride()) for name, part in value.parts.items()}
+        return parts, value.format, value.shape, described(value.plain)
     if isinstance(value, tuple):
         return tuple(described(item) for item in value)
     return value
@@ -44,7 +47,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Packed):
-        return list(value.parts.values())
+        return [*value.parts.values(), *tensors(value.plain)]
     if isinstance(value, tuple):
         return [tensor for item in value for tensor in tensors(item)]
     return []
