@@ -133,6 +133,8 @@ def providers() -> str:
         for provider in sorted(op.providers.values(), key=lambda provider: -provider.rank):
             layouts = ", ".join(f"{argument}: {layout}" for argument, layout in provider.layout.items())
             how = _how(name, provider.run) + (f" Lossy: {provider.lossy}." if provider.lossy else "")
+            how += " *Gives its result packed on demand.*" if provider.emits else ""
+            how += " *Reads packed activations.*" if provider.wants else ""
             rows.append([code(name), code(provider.name), str(provider.rank), layouts, how])
     return table(["op", "provider", "rank", "layout", "how"], rows)
 
