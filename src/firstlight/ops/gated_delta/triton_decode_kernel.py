@@ -73,9 +73,9 @@ def convolve_channels(
     weights = ()
     for j in tl.static_range(W - 1):
         p_column = window_ptr + o_c * conv_stride_c + j * conv_stride_w
-        columns += (tl.load(p_column, mask=(source > 0) & (o_c >= 0), other=0.0),)
+        columns += (tl.load(p_column, mask=(source > 0) & (o_c >= 0), other=0.0),)  # type: ignore[assignment]
     for j in tl.static_range(W):
-        weights += (tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w),)
+        weights += (tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w),)  # type: ignore[assignment]
     if PDL:
         # The kernel before wrote what follows, and neither windows nor weights.
         tl.extra.cuda.gdc_wait()
