@@ -6,6 +6,7 @@ Providers run on meta tensors and their kernels aren't started, so every call of
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from firstlight.models import build_model
 from firstlight.models.activations import _LiveBytes
 from firstlight.models.walk import record
 from firstlight.ops.op import Call, sites
-from firstlight.quant import scheme_of
+from firstlight.quant import FLOAT8_TOKENS, Emission, Packed, scheme_of
+from firstlight.quant.activations import empty_packed
 from firstlight.step import Bucket
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -46,7 +48,7 @@ def calls_of(name):
     scheme = scheme_of(config, torch.bfloat16)
     model = build_model(config, dtype=torch.bfloat16, scheme=scheme)
     for _, site in sites(model):
-        site[:] = [site.op.reference] * len(BUCKETS)
+        site.unbind(len(BUCKETS))
     found = {}
 
     def add(op, call):
@@ -80,12 +82,25 @@ def calls_of(name):
 
 
 def nbytes(value):
-    storages = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-        for t in tree_leaves(value)
-        if isinstance(t, torch.Tensor)
-    }
-    return sum(storages.values())
+    leaves = [
+        tensor
+        for leaf in tree_leaves(value)
+        for tensor in ([*leaf.parts.values(), leaf.plain] if isinstance(leaf, Packed) else [leaf])
+        if isinstance(tensor, torch.Tensor)
+    ]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in leaves}.values())
+
+
+def forms(provider, call):
+    """A call as it is, and with what a handover changes: its result packed, or its activations."""
+    yield call
+    if provider.emits:
+        for plain in (False, True):
+            yield replace(call, kwargs={**call.kwargs, "emit": Emission(FLOAT8_TOKENS, plain)})
+    if provider.wants is not None and provider.when(call) is None:
+        x = call.args[0]
+        packed = empty_packed(x.shape, FLOAT8_TOKENS, "meta")
+        yield replace(call, args=(packed, *call.args[1:]), kwargs={**call.kwargs, "dtype": x.dtype})
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B-FP8", "Qwen3.5-35B-A3B", "Qwen3-8B"])
@@ -94,8 +109,8 @@ def test_scratch_memory_is_declared(name, monkeypatch):
         monkeypatch.setattr(kernel, "__getitem__", lambda self, grid: lambda *args, **kwargs: None)
     wrong = {}
     tried = set()
-    for op, call in calls_of(name):
-        for provider in op.providers.values():
+    for op, recorded in calls_of(name):
+        for provider, call in [(p, form) for p in op.providers.values() for form in forms(p, recorded)]:
             if provider.name in READ_LENGTHS or provider.when(call) is not None:
                 continue
             live = _LiveBytes()

@@ -59,8 +59,11 @@ def float8_pages_unavailable(hardware: Hardware, *pages: torch.Tensor) -> str | 
     return None
 
 
-def cannot_emit(call: Call, columns: int) -> str | None:
-    """Why Triton kernels can't pack a result of so many columns as a call asks for it, or None: they can, or it is plain."""
+def cannot_emit(call: Call, columns: int, dimensions: int = 2) -> str | None:
+    """Why Triton kernels can't pack a result as a call asks for it, or None: they can, or it is plain.
+
+    columns: that a program has of a row, and that groups have to fill. dimensions: of the result.
+    """
     emit = call.kwargs.get("emit")
     if emit is None:
         return None
@@ -68,6 +71,8 @@ def cannot_emit(call: Call, columns: int) -> str | None:
         return f"emits {FLOAT8_TOKENS}, not {emit.format}"
     if call.hardware.architecture in FNUZ_ARCHITECTURES:
         return f"emits float8_e4m3fn, and {call.hardware.architecture} multiplies e4m3fnuz"
+    if dimensions != 2:
+        return f"emits tokens by columns, and the result has {dimensions} dimensions"
     return f"emits whole groups of {GROUP} columns, not {columns} columns" if columns % GROUP else None
 
 

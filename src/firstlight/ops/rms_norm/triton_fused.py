@@ -29,7 +29,7 @@ def when(call: Call) -> str | None:
     x, weight = call.args
     if x.dim() not in (2, 3):
         return f"x has {x.dim()} dimensions, the kernel takes 2 or 3"
-    return refusal(call, x, weight) or cannot_emit(call, x.shape[-1])
+    return refusal(call, x, weight) or cannot_emit(call, x.shape[-1], x.dim())
 
 
 def run(x: Tensor, weight: Tensor, *, eps: float, zero_centred: bool = False, emit: Emission | None = None) -> Weight:
