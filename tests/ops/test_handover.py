@@ -183,7 +183,11 @@ def ops():
         abstract=lambda x, *, emit=None: empty_result(x, x.shape, emit),
     )  # fmt: skip
     reads = Op("test_reads", lambda x, weight: x, abstract=lambda x, weight: x, cost=cost)
-    reads.provide("fast", lambda x, weight: x, wants=lambda call: FLOAT8_TOKENS if call.args[0].shape[0] > 2 else None)
+    reads.provide("plain", lambda x, weight: x)
+    reads.provide(
+        "fast", lambda x, weight: x, rank=2, wants=FLOAT8_TOKENS,
+        when=lambda call: None if call.args[0].shape[0] > 2 else "serves more than two",
+    )  # fmt: skip
     yield makes, reads
     del REGISTRY["test_makes"], REGISTRY["test_reads"]
 

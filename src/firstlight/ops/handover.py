@@ -65,7 +65,7 @@ def _wanted(reading: Sequence[tuple[CallSite, Use]], bucket: int) -> Emission | 
             if not _has_packed_weight(call):
                 has_plain = True
             else:
-                formats.add(provider.wants(call) if provider is not None and provider.wants is not None else None)
+                formats.add(None if provider is None else provider.wants)
     wanted = formats.pop() if len(formats) == 1 else None
     return None if wanted is None else Emission(wanted, has_plain)
 

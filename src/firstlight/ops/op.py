@@ -110,7 +110,7 @@ class Provider:
     workspace: bytes of scratch memory for a call. cost: the work it does, if that isn't the op's own cost.
     prepare: computed once a step for each cache group, on the device; the result reaches `run` as `prepared=`.
     emits: whether it can give its result packed (`emit=`, of type `quant.Emission`); `when` then judges that as well.
-    wants: the format in which it would rather read a plain first argument, if it can tell for a call; see `Handover`.
+    wants: the format to which it quantises a plain first argument, and in which it would rather get it; see `Handover`.
     """
 
     op: Op
@@ -124,7 +124,7 @@ class Provider:
     cost: Callable[..., Cost] | None = None
     prepare: Callable[..., Any] | None = None
     emits: bool = False
-    wants: Callable[[Call], Format | None] | None = None
+    wants: Format | None = None
 
 
 class Op:

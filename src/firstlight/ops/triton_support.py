@@ -109,6 +109,7 @@ def provide_fp8(
         return when(call)
 
     op.provide(name, run, when=as_stored, **properties)
+    properties["wants"] = None  # nobody emits e4m3fnuz
     op.provide(f"{name}_fnuz", run, when=converted, layout=dict.fromkeys(weights, E4M3FNUZ.name), **properties)
 
 

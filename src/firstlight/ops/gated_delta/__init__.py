@@ -49,7 +49,8 @@ def body(
     A_log, dt_bias: [HV]. norm_weight: [V]. conv_pool: [slots, C, W - 1] and state_pool: [slots, HV, V, K] float32 or bfloat16,
     one slot for both, written in place. The rest as in `gated_delta_rule`; `log` holds the convolution's columns as well.
     key_heads, value_heads, key_dim, value_dim: HK, HV, K, V of this rank. eps: of the gated norm; l2 norms have 1e-6.
-    Returns [T, HV V] in mixed.dtype, or with `emit` what that quantises to. Rounded to mixed.dtype: the convolution, normalised q and k, o, and as the norm says.
+    Returns [T, HV V] in mixed.dtype, or with `emit` (HV V in whole groups) what that quantises to. Rounded to mixed.dtype: the
+    convolution, normalised q and k, o, and as the norm says.
     Source: Gated Delta Networks (arXiv 2412.06464); the Qwen3-Next and Qwen3.5 model files.
     """
     conv_log = None if log is None else log.conv

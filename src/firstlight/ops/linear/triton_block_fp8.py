@@ -12,8 +12,8 @@ from torch import Tensor
 
 from firstlight.ops.linear.triton_skinny import weight_refusal
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import FNUZ_ARCHITECTURES, unavailable
-from firstlight.quant import FLOAT8_TOKENS, Format, Packed, Weight, format_of, plain
+from firstlight.ops.triton_support import unavailable
+from firstlight.quant import FLOAT8_TOKENS, Packed, Weight, format_of, plain
 
 BLOCK = 128
 MOST_CUT, MOST_PARTS, PARTIAL_BYTES = 512, 8, 8 << 20
@@ -40,11 +40,6 @@ def when(call: Call) -> str | None:
     if weight.format.block != (BLOCK, BLOCK) or weight.shape[1] % BLOCK:
         return f"needs blocks of {BLOCK} x {BLOCK} that divide the columns; they are {weight.format.block} of {weight.shape[1]}"
     return None
-
-
-def wants(call: Call) -> Format | None:
-    """The form that it quantises activations to; but for e4m3fnuz, which nobody emits."""
-    return None if call.hardware.architecture in FNUZ_ARCHITECTURES else FLOAT8_TOKENS
 
 
 def workspace(call: Call) -> int:
