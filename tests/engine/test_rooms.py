@@ -117,6 +117,16 @@ def test_rooms_hold_as_many_prompts_as_can_be_in_a_step(running: int, prompts: s
         assert room.tokens <= room.bucket.tokens
 
 
+def test_one_prompt_has_no_room_that_it_cannot_fill() -> None:
+    options = EngineOptions(model="-", max_running=8, step_tokens=8192)
+    buckets = bucket_ladder(options, 300, GPUS["h200"])
+    found = rooms(buckets, 8, exporting=True)
+    assert max(room.prompt_tokens for room in found) == 8 * 300
+    for decodes in (0, 8):
+        alone = [room.prompt_tokens for room in found if room.prompts == 1 and room.decodes == decodes]
+        assert alone == [64, 128, 256, 512]
+
+
 @pytest.mark.parametrize(("max_context", "pages", "row"), [(512, 100, 512), (8192, 4, 256), (8192, 200, 8192)])
 def test_steps_of_nobody_have_pages_for_all_their_tokens(max_context: int, pages: int, row: int) -> None:
     """A page number behind the end of the page table could be anything, and a kernel would follow it."""

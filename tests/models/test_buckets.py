@@ -11,8 +11,10 @@ from firstlight.models.buckets import bucket_ladder
 CPU = Hardware("a CPU", "cpu", "avx2")
 
 
-def ladder(hardware, running, tokens):
-    return bucket_ladder(EngineOptions(model="-", max_running=running, step_tokens=tokens), 512, hardware)
+def ladder(hardware, running, tokens, context=512, **options):
+    return bucket_ladder(
+        EngineOptions(model="-", max_running=running, step_tokens=tokens), context, hardware, **options
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 64, 100])
@@ -35,3 +37,11 @@ def test_a_gpus_prompts_run_beside_all_decode_rows(running, requests):
     for bucket in ladder(GPUS["h200"], running, 128):
         if bucket.query > 1:
             assert (bucket.requests, bucket.tokens) == (requests, running + bucket.query)
+
+
+@pytest.mark.parametrize("hardware", [CPU, GPUS["h200"]], ids=["cpu", "gpu"])
+def test_no_bucket_has_more_prompt_tokens_than_all_rows_can_have(hardware):
+    assert ladder(hardware, 4, 8192, context=100)[-1].query == 400
+    assert ladder(hardware, 1, 8192, context=1)[-1].query == 2
+    assert ladder(hardware, 4, 200, context=100)[-1].query == 200
+    assert ladder(hardware, 4, 8192, context=100, fillable=False)[-1].query == 8192

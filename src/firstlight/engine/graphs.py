@@ -3,7 +3,7 @@
 A graph holds a whole step: what its tokens are (from the device's request table) and the forward, and a second one the draw
 and what it leaves in the table. So the host sends a step's rows, slots and prompt tokens in one copy and starts two graphs,
 however many kernels they hold. There is a graph for each bucket of decode rows; for each bucket of prompt tokens there are
-four: one prompt or many, with room for all decode rows beside them or none. What a step doesn't fill is padding: row, page
+four: one prompt or many (many alone, where one can't have so many), with room for all decode rows beside them or none. What a step doesn't fill is padding: row, page
 and slot 0, prompts without tokens, tokens of nobody. A step that fits none runs op by op.
 
 With several ranks the collectives are part of the graphs. Which rooms there are, in what order they are captured and which one a
@@ -259,8 +259,12 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> torch.cuda.graph:
 
 
 def rooms(buckets: tuple[Bucket, ...], max_running: int, exporting: bool) -> list[Room]:
-    """What there are graphs for, from the smallest on. exporting: prompts leave states for the prefix cache."""
+    """What there are graphs for, from the smallest on. exporting: prompts leave states for the prefix cache.
+
+    A bucket has none for one prompt if the bucket before it holds the longest.
+    """
     made = []
+    held = 0  # tokens of a prompt, by the buckets so far
     for bucket in buckets:
         if bucket.query == 1:
             made.append(Room(bucket, bucket.requests))
@@ -269,7 +273,9 @@ def rooms(buckets: tuple[Bucket, ...], max_running: int, exporting: bool) -> lis
                 Room(bucket, decodes, prompts, bucket.query, 2 * prompts + MAX_WISHES if exporting else 0)
                 for decodes in (0, max_running)
                 for prompts in sorted({1, min(max_running, MIXED_PROMPTS)})
+                if prompts > 1 or held < bucket.context
             ]
+            held = bucket.query
     return made
 
 

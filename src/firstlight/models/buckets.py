@@ -22,14 +22,18 @@ def resolve_options(options: EngineOptions, hardware: Hardware) -> EngineOptions
     return options.model_copy(update=missing)
 
 
-def bucket_ladder(options: EngineOptions, max_context: int, hardware: Hardware) -> tuple[Bucket, ...]:
+def bucket_ladder(
+    options: EngineOptions, max_context: int, hardware: Hardware, *, fillable: bool = True
+) -> tuple[Bucket, ...]:
     """Buckets of rising size: decode steps by rows, then steps with prefill by tokens.
 
     A GPU pads to them and captures graphs of each; a CPU runs steps at their exact size and needs few. On a GPU, buckets of
-    prompt tokens have room for all decode rows beside them.
+    prompt tokens have room for all decode rows beside them. fillable: no more tokens than all rows together can have; a host's
+    trial runs have more.
     """
     rows = options.max_running
-    most = max(options.step_tokens, 2)  # a bucket for queries of one token is one for decode rows
+    most = min(options.step_tokens, rows * max_context) if fillable else options.step_tokens
+    most = max(most, 2)  # a bucket for queries of one token is one for decode rows
     if hardware.kind == "cpu":
         decode = sorted({min(size, rows) for size in (1, 16)} | {rows})
         bounds = [(size, size, 1) for size in decode] + [(most, min(most, rows), most)]

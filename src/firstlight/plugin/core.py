@@ -132,9 +132,8 @@ class HostedModel(torch.nn.Module):
         options = EngineOptions.load({"model": "-", "max_running": bounds.requests, "step_tokens": bounds.tokens})
         hardware = detect(str(self.device))
         # A host may ask for the logits of every token of a prompt, so a step's rows of logits are bounded by its tokens.
-        self.buckets = tuple(
-            replace(bucket, logits=bucket.tokens) for bucket in bucket_ladder(options, bounds.context, hardware)
-        )
+        ladder = bucket_ladder(options, bounds.context, hardware, fillable=False)
+        self.buckets = tuple(replace(bucket, logits=bucket.tokens) for bucket in ladder)
         with _plain_defaults():
             _, self._layouts = bind_model(
                 self.model,
