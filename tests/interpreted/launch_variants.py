@@ -68,11 +68,12 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
 
-def copy(y_ptr, x_ptr, extra_ptr, n, stride, factor, BLOCK: tl.constexpr, HAS_EXTRA: tl.constexpr):
+def copy(y_ptr, x_ptr, extra_ptr, n, stride, factor, BLOCK: tl.constexpr, HAS_EXTRA: tl.constexpr, MORE: tl.constexpr):
     o_x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(x_ptr + o_x * stride, mask=o_x < n, other=0.0) * factor
     if HAS_EXTRA:
         b_x += tl.load(extra_ptr + o_x, mask=o_x < n, other=0.0)
+    b_x += MORE
     tl.store(y_ptr + o_x, b_x.to(y_ptr.dtype.element_ty), mask=o_x < n)
 
 
@@ -105,6 +106,9 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
         ("factor an int", {"factor": 1}),
         ("factor another int", {"factor": 3}),
         ("block", {"BLOCK": 128}),
+        ("constant 1", {"MORE": 1}),
+        ("constant True", {"MORE": True}),
+        ("constant 1.0", {"MORE": 1.0}),
         ("warps", {"num_warps": 2}),
         ("stages", {"num_stages": 2}),
         ("registers", {"maxnreg": 64}),
@@ -118,16 +122,17 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
 def main() -> None:
     active = Driver()
     driver.set_active(active)
-    ours, theirs = kernel(copy), triton.jit(copy)
+    ours = kernel(copy)
     new: list[str] = []
     ours.run = lambda **arguments: new.append("new") or type(ours).run(ours, **arguments)
     plain = {"y_ptr": torch.zeros(1024), "x_ptr": torch.zeros(1024), "extra_ptr": torch.zeros(1024), "n": 1000,
-             "stride": 2, "factor": 0.5, "BLOCK": 256, "HAS_EXTRA": True, "grid": (4,), "device": 0}  # fmt: skip
+             "stride": 2, "factor": 0.5, "BLOCK": 256, "HAS_EXTRA": True, "MORE": 0, "grid": (4,), "device": 0}  # fmt: skip
     for name, changed in cases():
         arguments = plain | changed
         grid, active.device = arguments.pop("grid"), arguments.pop("device")
         launches.clear()
         new.clear()
+        theirs = triton.jit(copy)  # anew: to itself, constants of 1, True and 1.0 are one
         for launched in (theirs, ours, ours):
             launched[grid](**arguments)
         print(json.dumps({"case": name, **dict(zip(("triton", "first", "quick"), launches, strict=True)),

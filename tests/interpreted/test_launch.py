@@ -12,8 +12,9 @@ KNOWN = {"n = 0", "least n in 32 bits", "negative n in 64 bits"}
 
 def test_every_launch_is_the_one_that_triton_makes() -> None:
     *lines, hooked = printed("launch_variants.py")
-    assert len(lines) == 31
+    assert len(lines) == 34
     plain = lines[0]["triton"][0]
+    assert len({line["triton"][0] for line in lines if line["case"].startswith("constant")}) == 3
     for line in lines:
         case = line["case"]
         assert line["first"] == line["triton"], f"{case}: the first launch isn't Triton's"

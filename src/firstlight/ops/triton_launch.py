@@ -86,7 +86,9 @@ class Kernel(JITFunction):
         def by(name: str) -> str:
             if name in pointers:
                 return f"None if {name} is None else {name}.dtype"
-            return name if name in constants else f"_kinds[{name}] if {name}.__class__ is int else {name}.__class__"
+            if name in constants:
+                return f"{name}, {name}.__class__"  # 1, True and 1.0 are equal, and other constants
+            return f"_kinds[{name}] if {name}.__class__ is int else {name}.__class__"
 
         source = START.format(
             parameters=", ".join([*names, *(f"{option}=None" for option in OPTIONS)]),
@@ -114,6 +116,8 @@ class Kernel(JITFunction):
     def _launch_by_triton(self, key: Any, grid: tuple[int, ...], *values: Any) -> None:
         """Launch, and remember under `key` what the next launch of this variant needs."""
         arguments = dict(zip(self.arg_names, values, strict=False))
+        if key not in self.variants:
+            self.device_caches[key[0]][1].clear()  # what Triton remembers takes equal constants for the same
         given = zip(OPTIONS, values[len(arguments) :], strict=True)
         compiled = self.run(grid=grid, warmup=False, **arguments, **{name: v for name, v in given if v is not None})
         launcher = compiled.run
