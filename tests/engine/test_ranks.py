@@ -22,6 +22,9 @@ from firstlight.engine.executor import Executor, Pending
 from firstlight.engine.ranks import NOTICE_SECONDS, Followers
 from firstlight.errors import FirstlightError
 
+TESTS = str(Path(__file__).parents[1])
+SEARCHED = os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
+"""Where scripts look for modules: among the tests' own, and wherever this process does."""
 DIED = r"rank 1 of 2 has died \(exit status -9\); its log says why"
 
 
@@ -55,9 +58,19 @@ def test_caches_are_as_large_as_the_fullest_device_allows(tmp_path, give_followe
 
 def test_what_a_follower_cannot_do_is_said_in_its_words(tmp_path, give_followers):
     give_followers(max_context=10**9)
-    with pytest.raises(
-        FirstlightError, match="rank 1 of 2: --max-context 1000000000 is more than the model's own limit"
-    ):
+    said = r"rank 1 of 2 has died \(exit status 1\): --max-context 1000000000 is more than the model's own limit"
+    with pytest.raises(FirstlightError, match=said):
+        engine(save_checkpoint("qwen3", tmp_path), tensor_parallel=2)
+
+
+def test_a_collective_that_breaks_at_the_start_is_told_as_what_broke_it(tmp_path, give_followers, monkeypatch):
+    give_followers(max_context=10**9)
+
+    def load_with_a_collective(options, mesh, device):
+        torch.distributed.all_reduce(torch.ones(1), group=mesh.tp.handle)
+
+    monkeypatch.setattr(engine_module, "load_model", load_with_a_collective)
+    with pytest.raises(FirstlightError, match=r"rank 1 of 2 has died \(exit status 1\): --max-context 1000000000"):
         engine(save_checkpoint("qwen3", tmp_path), tensor_parallel=2)
 
 
@@ -132,11 +145,32 @@ time.sleep(100)
 
 def test_a_process_that_is_stuck_on_a_dead_rank_ends(tmp_path):
     """As in a kernel of NCCL's, which waits for ever; here it sleeps."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": SEARCHED}
     command = [sys.executable, "-c", STUCK, str(save_checkpoint("qwen3", tmp_path))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 1
     assert re.search(f"{DIED}; this rank is stuck", done.stderr)
+
+
+STUCK_AT_START = """
+import sys, time
+from pathlib import Path
+from driver import engine
+from firstlight.engine import engine as engine_module
+from firstlight.engine.ranks import Followers
+engine_module.Followers = lambda given: Followers(given.model_copy(update={"max_context": 10**9}))
+engine_module.load_model = lambda *given: time.sleep(100)
+engine(Path(sys.argv[1]), tensor_parallel=2)
+"""
+
+
+def test_a_process_that_is_stuck_at_the_start_says_why_the_other_rank_ended(tmp_path):
+    environment = os.environ | {"PYTHONPATH": SEARCHED}
+    command = [sys.executable, "-c", STUCK_AT_START, str(save_checkpoint("qwen3", tmp_path))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 1
+    [said] = [line for line in done.stderr.splitlines() if "this rank is stuck" in line]
+    assert "(exit status 1): --max-context 1000000000 is more than the model's own limit" in said
 
 
 def test_health_of_an_idle_server_tells_of_a_dead_rank(tmp_path):

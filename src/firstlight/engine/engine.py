@@ -54,8 +54,9 @@ class Engine:
             rows = min(options.max_running, self.geometry.slots or options.max_running)
             executor = Executor(self.loaded, self.pool, options.max_running, graphs=options.graphs, poison=poison)
             self.executor: Executor | LeadingExecutor = self.followers.lead(executor) if self.followers else executor
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            if self.followers is not None:
+                self.followers.close_after(error)
             raise
         self.depth = options.depth or (1 if self.loaded.device.type == "cpu" else 2)
         self.max_context = min(self.loaded.max_context, self.geometry.pages * self.geometry.page_size)

@@ -7,7 +7,7 @@ same gathered logits with the same noise, so nothing but plans has to travel.
 A follower is `python -m firstlight.engine.ranks ADDRESS RANK STORE`, with the options on stdin; the end of stdin
 is the end of the driver, and then of the follower. It reports when it is about to join, when it has loaded, with the memory
 that it has left for caches, and when its executor is ready; then it only listens. All ranks' caches have the size that fits
-the fullest device.
+the fullest device. One that can't go on leaves the reason in a file beside its socket, where rank 0 finds it whatever it waits for.
 
 On a GPU a rank whose peer has died waits in a kernel, which nothing on the host interrupts. So rank 0 looks after the
 processes while it waits for a step, and a thread does wherever else it may wait.
@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -50,7 +51,9 @@ STOP_SECONDS = 5.0
 SEND_MS = 500
 """Between two looks at whether a rank that takes nothing is still alive."""
 RECEIVE_MS = 100
-"""The same of one that says nothing; also how long the last words of a dead one may take."""
+"""The same of one that says nothing; also how long what a dead one has sent may take."""
+LONGEST_REASON = 2000
+"""Characters of why a follower ended, from its end."""
 WATCH_SECONDS = 1.0
 """Between two looks of the thread that watches the followers."""
 NOTICE_SECONDS = 5.0
@@ -63,12 +66,11 @@ class Report(msgspec.Struct):
     """What a follower tells rank 0.
 
     cache_bytes: that its device has for caches, once the model is loaded. captured: the graphs that its executor has, once it is
-    ready. error: why it can't go on, for people.
+    ready.
     """
 
     cache_bytes: int = 0
     captured: list[str] = []
-    error: str = ""
 
 
 def encode_plan(plan: StepPlan) -> bytes:
@@ -112,6 +114,11 @@ def join(options: EngineOptions, rank: int, store: str) -> Mesh:
     return attach(Mesh.of(rank, tp=options.tensor_parallel), rank, store, device)
 
 
+def _reason_file(address: str) -> Path:
+    """Where the follower with the socket at `address` writes why it ends."""
+    return Path(address.removeprefix("ipc://") + ".reason")
+
+
 class Followers:
     """The other ranks' processes, seen from rank 0. `mesh` is rank 0's, with its groups attached.
 
@@ -131,7 +138,6 @@ class Followers:
                     f"--tensor-parallel {self.size} needs a GPU for each rank{after}; there are {gpus} in all"
                 )
         self._directory = private_directory("firstlight-ranks-")
-        address = f"ipc://{self._directory}/plans"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets = []
         store = f"tcp://127.0.0.1:{_free_port()}"
@@ -142,10 +148,10 @@ class Followers:
             channel = self._context.socket(zmq.PAIR)
             channel.set(zmq.LINGER, 0)
             channel.set(zmq.SNDTIMEO, SEND_MS)
-            channel.bind(f"{address}{rank}")
+            channel.bind(self._address(rank))
             self._sockets.append(channel)
             process = subprocess.Popen(
-                [sys.executable, "-m", "firstlight.engine.ranks", f"{address}{rank}", str(rank), store],
+                [sys.executable, "-m", "firstlight.engine.ranks", self._address(rank), str(rank), store],
                 stdin=subprocess.PIPE,
             )
             self._processes.append(process)
@@ -157,8 +163,8 @@ class Followers:
         try:
             self._receive()
             self.mesh = join(options, 0, store)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close_after(error)
             raise
 
     def cache_bytes(self) -> int:
@@ -202,6 +208,14 @@ class Followers:
             time.sleep(0.01)
         self._noticed.set()
         raise FirstlightError(death)
+
+    def close_after(self, error: BaseException) -> None:
+        """`close`, because of an error at the start. Raises FirstlightError instead if it came of a follower's death."""
+        try:
+            if isinstance(error, RuntimeError):  # so a collective of gloo's ends if a rank is gone
+                self.check(BREAK_SECONDS)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """End the processes, and this one's part in the group."""
@@ -250,22 +264,25 @@ class Followers:
     def _receive(self) -> list[Report]:
         """The next report of each follower."""
         reports = []
-        for rank, channel in enumerate(self._sockets, start=1):
+        for channel in self._sockets:
             while not channel.poll(RECEIVE_MS):
                 if self._death() is not None and not channel.poll(RECEIVE_MS):
                     self.check()
-            report = msgspec.msgpack.decode(channel.recv(), type=Report)
-            if report.error:
-                raise FirstlightError(f"rank {rank} of {self.size}: {report.error}")
-            reports.append(report)
+            reports.append(msgspec.msgpack.decode(channel.recv(), type=Report))
         return reports
 
     def _death(self) -> str | None:
         """Which follower has died, for people."""
         for rank, process in enumerate(self._processes, start=1):
             if (status := process.poll()) is not None:
-                return f"rank {rank} of {self.size} has died (exit status {status}); its log says why"
+                reason = "; its log says why"
+                with contextlib.suppress(OSError):  # it couldn't write, as one that was killed
+                    reason = f": {_reason_file(self._address(rank)).read_text()}"
+                return f"rank {rank} of {self.size} has died (exit status {status}){reason}"
         return None
+
+    def _address(self, rank: int) -> str:
+        return f"ipc://{self._directory}/plans{rank}"
 
     def _watch(self) -> None:
         while not self._noticed.wait(WATCH_SECONDS):
@@ -314,18 +331,14 @@ def follow(channel: zmq.Socket[bytes], rank: int, store: str, options: EngineOpt
 
     report(Report())
     mesh = join(options, rank, store)
-    try:
-        loaded = load_model(options, mesh, rank_device(options, rank))
-        options = loaded.options
-        report(Report(cache_bytes=cache_bytes(options, loaded)))
-        data = channel.recv()
-        if data != STOP:  # rank 0 could load the model too
-            geometry = msgspec.msgpack.decode(data, type=CacheGeometry)
-            executor = Executor(loaded, allocate_caches(loaded, geometry), options.max_running, graphs=options.graphs)
-            report(Report(captured=executor.captured))
-    except Exception as error:
-        report(Report(error=str(error).strip() or type(error).__name__))
-        raise
+    loaded = load_model(options, mesh, rank_device(options, rank))
+    options = loaded.options
+    report(Report(cache_bytes=cache_bytes(options, loaded)))
+    data = channel.recv()
+    if data != STOP:  # rank 0 could load the model too
+        geometry = msgspec.msgpack.decode(data, type=CacheGeometry)
+        executor = Executor(loaded, allocate_caches(loaded, geometry), options.max_running, graphs=options.graphs)
+        report(Report(captured=executor.captured))
     if data != STOP:
         while (data := channel.recv()) != STOP:
             executor.execute(decode_plan(data))
@@ -347,9 +360,11 @@ def main() -> None:
     channel.connect(address)
     try:
         follow(channel, int(rank), store, options)
-    except Exception:
+    except Exception as error:
         logger.exception("stops")
-        context.destroy(linger=SEND_MS)
+        kind = "" if isinstance(error, FirstlightError) else f"{type(error).__name__}: "
+        with contextlib.suppress(OSError):  # rank 0 has ended, and the directory with it
+            _reason_file(address).write_text(f"{kind}{str(error).strip()[-LONGEST_REASON:]}")
         os._exit(1)  # at once: leaving in order would wait for kernels that wait for the other ranks
     context.destroy(linger=0)
 
