@@ -16,13 +16,20 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 LARGE = 1 << 22
 """Elements of a message that counts as large."""
-gather_into = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-"""torch 2.13 has another name for it."""
 
 
 def backend_of(device: torch.device) -> str:
     """torch.distributed's backend for a device."""
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def gather_into(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Put every rank's `part` one after the other into `whole`. torch is asked for it now, not when this module is imported: a build
+    without collectives has neither name, and runs one rank all the same."""
+    gather = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    )  # the older name, before torch 2.13
+    gather(whole, part, group=group)
 
 
 def attach(mesh: Mesh, rank: int, address: str, device: torch.device) -> Mesh:
