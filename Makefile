@@ -44,7 +44,7 @@ $(TRITON_VENV)/stamp: $(VENV)/dev.stamp
 	touch $@
 
 test-kernels: $(TRITON_VENV)/stamp  ## Triton kernels under the interpreter, and compiled for NVIDIA and AMD
-	PYTHONPATH=src:tests $(TRITON_VENV)/bin/python -m pytest tests/interpreted
+	PYTHONPATH=src:tests $(TRITON_VENV)/bin/python -m pytest tests/interpreted -n 2 --dist worksteal
 
 # A host wants versions of its own: it is installed once, beside $(CACHE), and each checkout has a small environment over it.
 $(VLLM_VENV)/stamp: pyproject.toml benchmarks/install_vllm.sh scripts/over_host.sh

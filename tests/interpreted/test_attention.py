@@ -128,7 +128,7 @@ def test_prompts(size: int, settings: dict[str, Any], dtype: torch.dtype) -> Non
         ({"max_query": 8}, "serves prompts of 65 rows (tokens x heads of a group) or more, not 64"),
         ({"stride": 260}, "needs dense heads, and addresses and strides that are multiples of 16 bytes"),
     ],
-    ids=str,
+    ids=lambda part: ",".join(part) if isinstance(part, dict) else str(part),
 )
 def test_what_hopper_refuses(changed: dict[str, Any], reason: str | None) -> None:
     case = {"heads": 16, "kv_heads": 2, "dim": 256, "size": 64, "dtype": torch.bfloat16, "hardware": H200} | changed
