@@ -102,7 +102,9 @@ class EngineOptions(Options):
         0.0, ge=0, description="Memory for KV pages and state slots; 0: what the device has left (CPU: 1 GiB)."
     )
     checkpoint_gib: float = Field(
-        0.0, ge=0, description="Of it, at most this for state checkpoints of hybrid models; 0: half."
+        0.0,
+        ge=0,
+        description="Of it, at most this for state checkpoints of hybrid models; 0: half. None are kept with --no-prefix-cache.",
     )
     prefix_cache: bool = Field(True, description="Reuse the KV and state of shared prefixes.")
     depth: int = Field(

@@ -77,6 +77,9 @@ def test_arena_of_a_hybrid_keeps_to_its_budget():
     assert 60 * GIB - page < used <= 60 * GIB
     small = split_arena(60 * GIB, page_size=16, page_bytes=page, slot_bytes=slot, max_running=128, checkpoint_bytes=GIB)
     assert small.checkpoint_slots == 16
+    none = split_arena(60 * GIB, page_size=16, page_bytes=page, slot_bytes=slot, max_running=128, checkpoint_bytes=0)
+    assert (none.slots, none.checkpoint_slots) == (128, 0)
+    assert none.pages * page > 50 * GIB
 
 
 def test_arena_with_little_memory_runs_fewer_and_with_too_little_says_so():

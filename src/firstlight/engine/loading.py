@@ -243,12 +243,19 @@ def cache_geometry(options: EngineOptions, loaded: BoundModel, memory: int | Non
             page_bytes=page_bytes(specs, options.page_size),
             slot_bytes=slot_bytes(specs),
             max_running=options.max_running,
-            checkpoint_bytes=int(options.checkpoint_gib * (1 << 30)),
+            checkpoint_bytes=checkpoint_bytes(options),
             token_flops=2.0 * weights,
             pair_flops=4.0 * attention * config.num_attention_heads * config.head_dim,
         )
     except ValueError as error:
         raise FirstlightError(f"--cache-gib: {error}") from None
+
+
+def checkpoint_bytes(options: EngineOptions) -> int | None:
+    """Of the caches, at most this for checkpoints; None: half. Without a prefix cache nobody would read one."""
+    if not options.prefix_cache:
+        return 0
+    return int(options.checkpoint_gib * (1 << 30)) or None
 
 
 def allocate_caches(loaded: BoundModel, geometry: CacheGeometry) -> CachePool:

@@ -1,8 +1,8 @@
 """In which form a tensor goes from the op that makes it to those that read it: what their providers agree on, bucket by bucket.
 
 Providers are chosen first, as if every tensor were plain, so handing over packed ones changes no choice; and as those are what
-the readers would have made of the plain ones, it changes no number either. An op that can't give what its readers want gives
-plain results, and they quantise them.
+the readers would have made of the plain ones, it changes no number either, but where the kernel that packs adds up in another
+order than the plain one. An op that can't give what its readers want gives plain results, and they quantise them.
 """
 
 from __future__ import annotations

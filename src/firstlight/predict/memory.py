@@ -49,12 +49,12 @@ def memory_of(
     planned: int = 0,
     page_size: int = 64,
     max_running: int = 256,
-    checkpoint_bytes: int = 0,
+    checkpoint_bytes: int | None = None,
 ) -> Memory:
     """The pools of a rank, split by the very function that an engine splits them with.
 
     cache_bytes: as given to the engine; 0: what the GPU has left. planned: what the engine keeps for steps (see
-    `models.activations.planned_bytes`), with the scratch memory of the bound providers.
+    `models.activations.planned_bytes`), with the scratch memory of the bound providers. checkpoint_bytes: see `split_arena`.
     """
     weights = weight_bytes(model)
     total = cache_bytes or hardware.memory - CONTEXT_BYTES - weights - planned

@@ -54,7 +54,7 @@ def split_arena(
     page_bytes: int,
     slot_bytes: int = 0,
     max_running: int,
-    checkpoint_bytes: int = 0,
+    checkpoint_bytes: int | None = None,
     token_flops: float = 1.0,
     pair_flops: float = 0.0,
 ) -> CacheGeometry:
@@ -63,13 +63,13 @@ def split_arena(
     slot_bytes: 0 for a model without state, which gets pages only.
     max_running: live slots wanted. They take at most half of what checkpoints leave, so that pages are never squeezed
         out; with fewer live slots than `max_running`, fewer requests run at a time.
-    checkpoint_bytes: at most this for checkpoints; 0: half of the total.
+    checkpoint_bytes: at most this for checkpoints; None: half of the total.
     Raises ValueError, with the bytes that would be enough, if one request could not run.
     """
     slots = checkpoints = 0
     left = total_bytes
     if slot_bytes:
-        budget = min(checkpoint_bytes or total_bytes // 2, total_bytes)
+        budget = total_bytes // 2 if checkpoint_bytes is None else min(checkpoint_bytes, total_bytes)
         smallest = 2 * slot_bytes + 2 * page_bytes  # row 0 and one more of each
         checkpoints = max(min(budget, total_bytes - 2 * smallest) // slot_bytes, 0)
         left -= checkpoints * slot_bytes
