@@ -32,7 +32,7 @@ SETTLE_SECONDS = 3.0
 
 SHORT, LONG, FIRST_TOKENS = 8, 136, 5
 ONE_ROUND_TOKENS = 2**18
-"""Prompts of so many tokens together take seconds: a larger batch is timed once, and warmed up by the smaller ones."""
+"""Prompts of so many tokens together take seconds: a larger batch is timed once, and warmed up by those before it."""
 NEW_TOKENS, ALTERNATIVES = 64, 20
 """Of an answer; and tokens whose log probabilities are kept at each place of it."""
 
@@ -82,9 +82,9 @@ def time_engine(engine: Any, job: dict[str, Any]) -> None:
         run(1, length, 1)
         times = sorted(run(1, length, 1) for _ in range(FIRST_TOKENS))
         say("first_token", prompt=length, ms=statistics.median(times), all_ms=times)
-    for batch in job["batch"]:
+    for i, batch in enumerate(job["batch"]):
         large = batch * job["context"] > ONE_ROUND_TOKENS
-        if not large:
+        if not large or i == 0:
             run(batch, job["context"], SHORT)
         steps: list[float] = []
         for _ in range(1 if large else job["rounds"]):
