@@ -91,7 +91,8 @@ class EngineOptions(Options):
     step_tokens: int = Field(
         2048,
         ge=1,
-        description="New tokens in a step at most; longer prompts are prefilled in chunks. If not given, 8192 on a GPU.",
+        description="New tokens in a step at most; longer prompts are prefilled in chunks, of fewer tokens the further in, while "
+        "online requests decode. If not given, 8192 on a GPU.",
     )
     offline_step_tokens: int = Field(2048, ge=1, description="Offline prefill tokens in a step at most.")
     offline_share: float = Field(

@@ -15,6 +15,7 @@ from firstlight.scheduling.prefix_nodes import Checkpoint, Node, Origin
 from firstlight.scheduling.prefix_tree import PrefixTree
 from firstlight.scheduling.request import CacheIdentity, Media, Request
 from firstlight.scheduling.sampling import SamplingParams
+from firstlight.scheduling.work import Work
 
 GIB = 1 << 30
 
@@ -90,6 +91,28 @@ def test_arena_with_little_memory_runs_fewer_and_with_too_little_says_so():
         split_arena(30 << 20, page_size=16, page_bytes=1 << 18, slot_bytes=20 << 20, max_running=256)
     with pytest.raises(ValueError, match="at least 2 pages"):
         split_arena(1000, page_size=16, page_bytes=600, max_running=1)
+
+
+@pytest.mark.parametrize("pair", [0.0, 1e-4, 0.3])
+@pytest.mark.parametrize("start", [0, 1000, 500_000])
+def test_work_that_fits_is_all_that_does(pair, start):
+    """Sizes are 2^n or 1.5 * 2^n, at least 64; the next one would be too much."""
+    geometry = CacheGeometry(page_size=16, pages=400, token_flops=2.0, pair_flops=pair)
+    work = Work(geometry, 8192)
+    assert work.fitting(start, 10**6) == 10**6  # nobody waits
+    work.begin(bounded=True)
+
+    def cost(count: int, start: int = start) -> float:
+        return count * (2 + pair * (start + count / 2))
+
+    whole, count = cost(8192, 0), work.fitting(start, 10**6)
+    assert count == 64 or cost(count) <= whole * (1 + 1e-9)
+    assert cost(2 * count) > whole
+    assert work.fitting(start, 50) == 50
+    work.take(start, count)
+    assert work.is_done == (cost(count) >= whole)
+    work.begin(bounded=False)
+    assert not work.is_done
 
 
 def test_keys_depend_on_everything_before_and_on_nothing_after():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -109,6 +110,33 @@ def test_offline_prefill_is_capped_in_every_step():
         chunks = [chunk.count for chunk in plan.prefill if plan.number > 1 or chunk.row != online_row]
         assert sum(chunks) <= 48
     assert sum(chunk.count for chunk in driver.plans[0].prefill) == 256
+
+
+@BOTH
+@pytest.mark.parametrize("beside", ["nobody", "offline", "online"])
+def test_deep_in_a_context_a_chunk_is_no_more_work_than_at_its_start(geometry, beside):
+    """If somebody waits for the step's end who isn't offline."""
+    geometry = replace(geometry, pages=2000, pair_flops=1e-3)
+    driver = Driver(geometry, options(step_tokens=1024, prefix_cache=False), max_context=20_000)
+    if beside != "nobody":
+        driver.submit("short", Job(prompt(1, 20), 200, online=beside == "online"))
+        for _ in range(3):
+            driver.tick()
+    before = len(driver.plans)
+    driver.submit("long", Job(prompt(2, 12_000), 4))
+    driver.finish()
+    plans = [plan for plan in driver.plans[before:] if plan.prefill]
+    chunks = [(chunk.start, chunk.count) for plan in plans for chunk in plan.prefill]
+    assert sum(count for _, count in chunks) == 12_000
+    assert all(len(plan.decode.rows) == (beside != "nobody") for plan in plans)
+    if beside != "online":
+        assert len(chunks) in (12, 13)
+        return
+    work = [count * (1 + 1e-3 * (start + count / 2)) for start, count in chunks]
+    assert max(work) <= 1024 * (1 + 1e-3 * 512)
+    assert chunks[0] == (0, 1023 if not geometry.has_state else 960)
+    assert chunks[-2][1] in (64, 96)
+    assert len(chunks) < 100
 
 
 def test_first_come_first_served_in_a_class():

@@ -17,6 +17,7 @@ from firstlight.scheduling.queues import Queues
 from firstlight.scheduling.residency import Residency
 from firstlight.scheduling.rows import RowTable
 from firstlight.scheduling.sampling import ServiceClass
+from firstlight.scheduling.work import Work
 
 SCAN = 64  # waiting requests looked at in a step, past those that wait for a running prefill
 
@@ -44,10 +45,12 @@ class Admission:
         self._metrics = metrics
         self._clock = clock
         self._chunk_multiple = CHUNK if residency.geometry.has_state else 1
+        self._work = Work(residency.geometry, options.step_tokens)
 
     def plan(self, draft: Draft, budget: int) -> None:
-        """Plans up to `budget` tokens of prefill."""
+        """Plans up to `budget` tokens of prefill; fewer deep in a context, if online rows decode meanwhile."""
         online, offline = ServiceClass.ONLINE, ServiceClass.OFFLINE
+        self._work.begin(bounded=self._rows.online_decoding > 0)
         ahead = 0
         if self._queues.waiting[online] or self._rows.online:
             ahead = min(self._share.tokens_ahead, self._options.offline_step_tokens, budget)
@@ -69,12 +72,12 @@ class Admission:
         """
         used = 0
         for progress in self._queues.prefilling[service]:
-            if used >= budget:
+            if used >= budget or self._work.is_done:
                 break
             progress.protected |= ahead
-            used += draft.grant(progress, budget - used, self._chunk_multiple)
+            used += self._grant(draft, progress, budget - used)
         queue, position = self._queues.waiting[service], 0
-        while not pause and used < budget and position < min(len(queue), SCAN):
+        while not pause and used < budget and not self._work.is_done and position < min(len(queue), SCAN):
             progress = queue[position]
             if progress.awaited is not None and progress.awaited in self._residency.publisher.pending:
                 position += 1
@@ -92,8 +95,15 @@ class Admission:
                 return used, True
             del queue[position]
             progress.protected = ahead
-            used += draft.grant(progress, budget - used, self._chunk_multiple)
+            used += self._grant(draft, progress, budget - used)
         return used, False
+
+    def _grant(self, draft: Draft, progress: Progress, budget: int) -> int:
+        start = progress.planned + draft.granted.get(progress, 0)
+        wanted = min(budget, progress.target - start)
+        count = draft.grant(progress, self._work.fitting(start, wanted), self._chunk_multiple)
+        self._work.take(start, count)
+        return count
 
     def _admit(self, progress: Progress, hit: Hit, victims: list[Progress], draft: Draft) -> bool:
         if not self._residency.admit(progress, hit, victims, self._preemption.preempt):

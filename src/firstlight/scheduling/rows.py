@@ -34,6 +34,7 @@ class RowTable:
         self.holders: list[Progress | None] = [None] * (total + 1)
         self.leaving: list[int] = []  # freed since the last plan
         self.offline = 0  # offline requests with a row
+        self.online_decoding = 0  # online requests that decode
         self._decoding: dict[int, Progress] = {}  # by row, in the order in which they began
         self._batch: Batch | None = None
 
@@ -56,12 +57,14 @@ class RowTable:
         self.bound[row] = progress.target
         self.left[row] = left
         self._decoding[row] = progress
+        self.online_decoding += progress.online
         self._batch = None
 
     def stop_decoding(self, progress: Progress) -> None:
         """It is in no further plan."""
         if self._decoding.pop(progress.row, None) is not None:
             progress.last_plan = max(progress.last_plan, int(self.last[progress.row]))
+            self.online_decoding -= progress.online
             self._batch = None
 
     def free(self, progress: Progress) -> None:
