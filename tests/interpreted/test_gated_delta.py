@@ -9,6 +9,7 @@ import pytest
 import torch
 from triton_mixers import STATE_TOLERANCE, errors, gated_delta_inputs
 
+from firstlight.ops import triton_launch
 from firstlight.ops.gated_delta import gated_delta, triton_chunked, triton_decode
 
 pytest.importorskip("triton")
@@ -24,8 +25,13 @@ DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6),
     "tiles", [triton_decode.Tiles(2, 1, norm=True), triton_decode.Tiles(4, 1, norm=False)], ids=["two kernels", "three"]
 )
 @pytest.mark.parametrize(
-    "heads", [{"key_heads": 2, "value_heads": 2}, {"key_heads": 1, "value_heads": 3, "width": 3}], ids=str
-)
+    "heads",
+    [
+        {"key_heads": 2, "value_heads": 2}, {"key_heads": 1, "value_heads": 3, "width": 3},
+        {"key_heads": 1, "value_heads": 1, "width": 2}, {"key_heads": 1, "value_heads": 1, "width": 6},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_decode(
     heads: dict[str, int],
     tiles: triton_decode.Tiles,
@@ -49,6 +55,17 @@ def test_decode(
     found = errors(lambda *a, **k: triton_decode.run(*a, **k, tiles=tiles), args, kwargs)
     assert found.pop("states") < tolerance + STATE_TOLERANCE[state_dtype]
     assert max(found.values()) < tolerance, found
+
+
+@pytest.mark.parametrize("had", [False, True])
+def test_decode_starts_kernels_early_only_where_the_gpu_has_it(had: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs before Hopper don't, nor does a benchmark that turns it off."""
+    asked, tiles = [], triton_decode.Tiles(4, 1, norm=True)
+    monkeypatch.setattr(triton_launch, "_options_on", lambda device: {"PDL": had})
+    monkeypatch.setattr(triton_decode, "choose_tiles", lambda *sizes: asked.append(sizes[-1]) or tiles)
+    args, kwargs = gated_delta_inputs([1], [1], [1], key_heads=1, value_heads=1, key_dim=8, value_dim=8)
+    triton_decode.run(*args, **kwargs)
+    assert asked == [had]
 
 
 @STATES

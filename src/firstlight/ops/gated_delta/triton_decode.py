@@ -117,6 +117,7 @@ def run(
     from firstlight.ops.gated_delta import triton_decode_kernel as kernels
     from firstlight.ops.gated_delta.triton_chunked_kernels import gate_outputs, gated_result
     from firstlight.ops.linear.triton_quantise import packed_arguments, plain_part
+    from firstlight.ops.triton_launch import dependent_launch
 
     check_strides(mixed, z, a, b, state_pool)
     out = torch.empty(z.shape, dtype=mixed.dtype, device=mixed.device)
@@ -124,7 +125,7 @@ def run(
     if requests == 0 or mixed.shape[0] == 0:
         return empty_result(mixed, z.shape, emit)
     if tiles is None:
-        dependent = mixed.is_cuda and torch.version.hip is None
+        dependent = bool(dependent_launch(mixed)["PDL"])
         tiles = choose_tiles(requests * value_heads, value_dim, key_dim, dependent)
     promoted = torch.promote_types(mixed.dtype, norm_weight.dtype)
     round_product = promoted == mixed.dtype and promoted.itemsize == 2
