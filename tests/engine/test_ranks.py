@@ -17,6 +17,7 @@ from driver import answer, drain, engine, prompts, request
 from reference import save_checkpoint
 from served_model import rank_processes, served
 
+from firstlight.config import EngineOptions
 from firstlight.engine import engine as engine_module
 from firstlight.engine.executor import Executor, Pending
 from firstlight.engine.ranks import NOTICE_SECONDS, Followers
@@ -72,6 +73,30 @@ def test_a_collective_that_breaks_at_the_start_is_told_as_what_broke_it(tmp_path
     monkeypatch.setattr(engine_module, "load_model", load_with_a_collective)
     with pytest.raises(FirstlightError, match=r"rank 1 of 2 has died \(exit status 1\): --max-context 1000000000"):
         engine(save_checkpoint("qwen3", tmp_path), tensor_parallel=2)
+
+
+FAILS = """
+import sys
+from firstlight.engine import ranks
+from firstlight.errors import FirstlightError
+def follow(*given):
+    raise FirstlightError("no file m\\u00f6del-\\udcff")
+ranks.follow = follow
+sys.argv[1:] = [sys.argv[1], "1", "tcp://127.0.0.1:1"]
+ranks.main()
+"""
+
+
+def test_a_reason_with_characters_that_the_locale_lacks_is_left_all_the_same(tmp_path):
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": SEARCHED}
+    command = [sys.executable, "-c", FAILS, f"ipc://{tmp_path}/plans1"]
+    with subprocess.Popen(
+        command, env=os.environ | ascii_only, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdin.write(EngineOptions.load({"model": "-"}).to_json() + b"\n")
+        process.stdin.flush()
+        assert process.wait(60) == 1, process.stderr.read()
+    assert (tmp_path / "plans1.reason").read_text("utf-8") == "no file m\u00f6del-\\udcff"
 
 
 def test_ranks_that_captured_different_graphs_do_not_start(tmp_path, monkeypatch):
@@ -156,6 +181,7 @@ STUCK_AT_START = """
 import sys, time
 from pathlib import Path
 from driver import engine
+from firstlight.config import EngineOptions
 from firstlight.engine import engine as engine_module
 from firstlight.engine.ranks import Followers
 engine_module.Followers = lambda given: Followers(given.model_copy(update={"max_context": 10**9}))

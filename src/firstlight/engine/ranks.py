@@ -277,7 +277,7 @@ class Followers:
             if (status := process.poll()) is not None:
                 reason = "; its log says why"
                 with contextlib.suppress(OSError):  # it couldn't write, as one that was killed
-                    reason = f": {_reason_file(self._address(rank)).read_text()}"
+                    reason = f": {_reason_file(self._address(rank)).read_text('utf-8', 'replace')}"
                 return f"rank {rank} of {self.size} has died (exit status {status}){reason}"
         return None
 
@@ -364,7 +364,9 @@ def main() -> None:
         logger.exception("stops")
         kind = "" if isinstance(error, FirstlightError) else f"{type(error).__name__}: "
         with contextlib.suppress(OSError):  # rank 0 has ended, and the directory with it
-            _reason_file(address).write_text(f"{kind}{str(error).strip()[-LONGEST_REASON:]}")
+            reason = f"{kind}{str(error).strip()[-LONGEST_REASON:]}"
+            # Whatever the locale can write, and file names that are no text: an error here would keep the process from ending.
+            _reason_file(address).write_text(reason, "utf-8", "backslashreplace")
         os._exit(1)  # at once: leaving in order would wait for kernels that wait for the other ranks
     context.destroy(linger=0)
 
