@@ -3,7 +3,8 @@
     PYTHONPATH=src python benchmarks/paths.py tests/configs/Qwen3.5-35B-A3B-FP8.json --json paths.json
 
 Each variant is a process of `benchmarks/h200.py` on one GPU, and all visible GPUs work side by side: the first token of one prompt
-alone, and for each number of requests the median step while all of them decode. Each GPU first measures everything as it is, against
+alone, and for each number of requests the median step while all of them decode; `!` marks a step that doesn't count, since its tokens
+went to fewer experts than they should (see `benchmarks/h200.py`). Each GPU first measures everything as it is, against
 which its variants are compared, and again at the end if time is left: the second shows how far two equal runs are apart. A
 variant that can't be had says why. Rows are printed and written as they come, so a run that is cut keeps what it has.
 
@@ -135,9 +136,16 @@ def last_words(said: Path) -> str:
 
 
 def milliseconds(result: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a table's row: of the first token, and of a decode step by its number of requests."""
+    """The figures of a table's row: of the first token, and of a decode step by its number of requests; `uncounted`: those numbers of
+    requests whose tokens weren't spread over experts as they should."""
     first = next((row["ms"] for row in result.get("first_token", [])), None)
-    return {"first_ms": first, "decode_ms": {str(row["batch"]): row["steady_ms"] for row in result.get("decode", [])}}
+    decode = result.get("decode", [])
+    uncounted = [str(row["batch"]) for row in decode if row.get("counts") is False]
+    return {
+        "first_ms": first,
+        "decode_ms": {str(row["batch"]): row["steady_ms"] for row in decode},
+        "uncounted": uncounted,
+    }
 
 
 def replaced(result: dict[str, Any], base: dict[str, Any]) -> str:
@@ -153,6 +161,14 @@ def replaced(result: dict[str, Any], base: dict[str, Any]) -> str:
     return "; ".join(changes)
 
 
+def changed_providers(row: dict[str, Any], base: dict[str, Any]) -> str:
+    """`replaced`, or that nothing was, where that is all that the variant is about."""
+    if changes := replaced(row["result"], base["result"]):
+        return changes
+    asked = {"--op", "--without", "--table"} & {*row["arguments"]}
+    return "the same providers as is: this measures nothing" if asked and row["result"] else ""
+
+
 def heading() -> str:
     """Above the rows."""
     return f"{'ms (times as is)':32s}{f'first of {PROMPT}':>18s}" + "".join(f"{f'decode B={b}':>18s}" for b in BATCHES)
@@ -161,15 +177,19 @@ def heading() -> str:
 def line(row: dict[str, Any], base: dict[str, Any] | None) -> str:
     """A row for people; base: the same GPU's, of everything as it is."""
 
-    def cell(value: float | None, other: float | None) -> str:
+    uncounted = {*row["uncounted"], *(base["uncounted"] if base else ())}
+
+    def cell(value: float | None, other: float | None, mark: str = "") -> str:
         if value is None:
             return f"{'-':>18s}"
         against = f" ({value / other:5.3f})" if other else ""
-        return f"{f'{value:.2f}{against}':>18s}"
+        return f"{f'{value:.2f}{against}{mark}':>18s}"
 
     cells = [cell(row["first_ms"], base and base["first_ms"])]
-    cells += [cell(row["decode_ms"].get(str(b)), base and base["decode_ms"].get(str(b))) for b in BATCHES]
-    notes = [row["reason"], replaced(row["result"], base["result"]) if base else ""]
+    for b in map(str, BATCHES):
+        other = base and base["decode_ms"].get(b)
+        cells.append(cell(row["decode_ms"].get(b), other, "!" if b in uncounted else ""))
+    notes = [row["reason"], changed_providers(row, base) if base else ""]
     said = "".join(f"\n      {note}" for note in notes if note)
     return f"{row['variant']:32s}{''.join(cells)}   {row['seconds']:.0f} s on GPU {row['device']}{said}"
 

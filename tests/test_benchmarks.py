@@ -88,7 +88,8 @@ STAND_IN = """
 import json, os, sys, time
 path = sys.argv[sys.argv.index("--json") + 1]
 step = 3.0 if "--no-graphs" in sys.argv else 2.0
-result = {"first_token": [{"ms": 80.0}], "decode": [{"batch": 1, "steady_ms": step}]}
+decode = [{"batch": 1, "steady_ms": step, "counts": None}, {"batch": 8, "steady_ms": 4.0, "counts": "--kv-dtype" not in sys.argv}]
+result = {"first_token": [{"ms": 80.0}], "decode": decode}
 result["providers"] = {"moe": ["parts" if "moe=parts" in sys.argv else "hopper_grouped"]}
 if "--page-size" in sys.argv:
     print("--page-size 16: pages are as they are")
@@ -109,7 +110,7 @@ def test_variants_that_fail_or_hang_leave_the_others_in_the_table(
     names = ("graphs", "pages", "depth", "mixture")
     assert paths.measure([paths.VARIANTS[name] for name in names], ["0", "1"], settings, table) == []
     rows = {row["variant"]: row for row in json.loads((tmp_path / "paths.json").read_text())["rows"]}
-    assert rows["no CUDA graphs"]["decode_ms"] == {"1": 3.0}
+    assert rows["no CUDA graphs"]["decode_ms"] == {"1": 3.0, "8": 4.0}
     assert rows["pages of 16 tokens, not 64"]["reason"] == "ended with 1: --page-size 16: pages are as they are"
     assert rows["one plan in flight, not two"]["reason"] == "cut after 2 s"
     assert rows["one plan in flight, not two"]["first_ms"] == 80.0
@@ -117,6 +118,22 @@ def test_variants_that_fail_or_hang_leave_the_others_in_the_table(
     said = capsys.readouterr().out
     assert "3.00 (1.500)" in said
     assert "moe: hopper_grouped -> parts" in said
+
+
+def test_what_a_row_does_not_measure_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens that met too few experts, and a provider taken out that nothing had chosen."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    settings = paths.Settings("config.json", 4096, 5.0, time.monotonic() + 60, script)
+    variants = [paths.VARIANTS[name] for name in ("kv", "products", "graphs", "mixture")]
+    assert paths.measure(variants, ["0"], settings, paths.Table(None, {})) == []
+    said = capsys.readouterr().out.split("\n")
+    of = {v.name: said[next(i for i, text in enumerate(said) if text.startswith(v.name)) :][:2] for v in variants}
+    assert "2.00 (1.000) " in of["lossy: KV in FP8"][0]
+    assert "4.00 (1.000)!" in of["lossy: KV in FP8"][0]
+    assert "!" not in of["no CUDA graphs"][0]
+    nothing = {name for name, lines in of.items() if "measures nothing" in lines[1]}
+    assert nothing == {"FP8 products in Triton alone"}
 
 
 def test_variants_wait_for_nothing_when_nothing_can_be_measured(tmp_path: Path) -> None:
