@@ -116,8 +116,7 @@ class Kernel(JITFunction):
     def _launch_by_triton(self, key: Any, grid: tuple[int, ...], *values: Any) -> None:
         """Launch, and remember under `key` what the next launch of this variant needs."""
         arguments = dict(zip(self.arg_names, values, strict=False))
-        if key not in self.variants:
-            self.device_caches[key[0]][1].clear()  # what Triton remembers takes equal constants for the same
+        self.device_caches[key[0]][1].clear()  # what Triton remembers takes equal constants for the same
         given = zip(OPTIONS, values[len(arguments) :], strict=True)
         compiled = self.run(grid=grid, warmup=False, **arguments, **{name: v for name, v in given if v is not None})
         launcher = compiled.run

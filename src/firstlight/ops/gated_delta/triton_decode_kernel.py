@@ -77,7 +77,8 @@ def convolve_channels(
     for j in tl.static_range(W):
         weights += (tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w),)  # type: ignore[assignment]
     if PDL:
-        # The kernel before wrote what follows, and neither windows nor weights.
+        # The kernel before wrote what follows. Windows and slots are older than any kernel that may still run: what writes them
+        # (a step before, copies, step_inputs) is never followed early.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + o_c)
