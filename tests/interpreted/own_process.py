@@ -9,6 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+import triton
+
+from firstlight.hardware.detect import GLUON_RELEASE
+
+HAS_GLUON = triton.__version__.startswith(f"{GLUON_RELEASE}.")
+needs_gluon = pytest.mark.skipif(
+    not HAS_GLUON, reason="of one release of triton: with others such kernels refuse, and launches are Triton's own"
+)
+
 HERE = Path(__file__).parent
 
 

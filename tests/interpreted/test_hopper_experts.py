@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted.own_process import printed
+from interpreted.own_process import needs_gluon, printed
 from product_checks import draw, fp8, routed
 
 from firstlight.hardware import H200
@@ -76,6 +76,7 @@ def test_refuses(change: str, reason: str | None) -> None:
     assert found is None if reason is None else found is not None and reason in found
 
 
+@needs_gluon
 def test_compiles() -> None:
     """For sm_90: within shared memory, without spills, and products that aren't waited for one by one."""
     kernels = printed("compile_hopper_experts.py")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from interpreted.own_process import printed
+from interpreted.own_process import needs_gluon, printed
 
 SAME = {"another address", "address off by 16", "n = 17", "factor = 1", "two sizes", "three sizes"}
 """Cases that the variant of the first serves."""
@@ -10,6 +10,7 @@ KNOWN = {"n = 0", "least n in 32 bits", "negative n in 64 bits"}
 """Cases that the variant of one between serves."""
 
 
+@needs_gluon
 def test_every_launch_is_the_one_that_triton_makes() -> None:
     *lines, hooked = printed("launch_variants.py")
     assert len(lines) == 34
