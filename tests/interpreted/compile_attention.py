@@ -22,7 +22,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from firstlight.hardware.detect import GLUON_RELEASE
+from firstlight.hardware.detect import gluon_is_known
 from firstlight.ops.attention import hopper_paged, triton_paged, triton_paged_kernels
 from firstlight.ops.attention_prologue.triton_fused_kernel import attention_prologue_kernel
 from firstlight.ops.triton_support import FNUZ_ARCHITECTURES
@@ -151,7 +151,7 @@ def main() -> None:
         pages = torch.float8_e4m3fn if "e4m3" in name else dtype
         kinds, fixed, aligned = arguments(kernel, dtype, constants, pages)
         report(name, ASTSource(kernel, signature=kinds, constexprs=fixed, attrs=aligned), target, warps, stages)
-    if backend == "cuda" and triton.__version__.startswith(f"{GLUON_RELEASE}."):
+    if backend == "cuda" and gluon_is_known():
         for name, source in hopper_sources():
             report(name, source, target, 4, 3)
 

@@ -3,8 +3,8 @@
 A graph holds a whole step: what its tokens are (from the device's request table) and the forward, and a second one the draw
 and what it leaves in the table. So the host sends a step's rows, slots and prompt tokens in one copy and starts two graphs,
 however many kernels they hold. There is a graph for each bucket of decode rows; for each bucket of prompt tokens there are
-four: one prompt or many (many alone, where one can't have so many), with room for all decode rows beside them or none. What a step doesn't fill is padding: row, page
-and slot 0, prompts without tokens, tokens of nobody. A step that fits none runs op by op.
+four: one prompt or many (many alone, where one can't have so many), with room for all decode rows beside them or none. What a
+step doesn't fill is padding: row, page and slot 0, prompts without tokens, tokens of nobody. A step that fits none runs op by op.
 
 With several ranks the collectives are part of the graphs. Which rooms there are, in what order they are captured and which one a
 step takes follow from the options and the plan alone, so all ranks capture and replay the same.

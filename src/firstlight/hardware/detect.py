@@ -53,12 +53,15 @@ def _triton_features(hip: bool) -> frozenset[str]:
     """ "triton", and "gluon" with the release whose Gluon our kernels are written in."""
     if not triton_is_installed():
         return frozenset()
+    return frozenset({"triton", "gluon"} if gluon_is_known() and not hip else {"triton"})
+
+
+def gluon_is_known() -> bool:
+    """Whether the triton that is installed is the release whose Gluon our kernels are written in."""
     try:
-        release = version("triton")
+        return version("triton").startswith(f"{GLUON_RELEASE}.")
     except PackageNotFoundError:  # on a path, but not installed
-        return frozenset({"triton"})
-    has_gluon = release.startswith(f"{GLUON_RELEASE}.") and not hip
-    return frozenset({"triton", "gluon"} if has_gluon else {"triton"})
+        return False
 
 
 def triton_is_installed() -> bool:

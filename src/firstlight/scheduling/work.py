@@ -13,7 +13,7 @@ from firstlight.scheduling.plan import CHUNK
 
 
 class Work:
-    """What is left of a step's work, in FLOPs; infinite until `bound`."""
+    """What is left of a step's work, in FLOPs; infinite unless a step began `bounded`."""
 
     def __init__(self, geometry: CacheGeometry, step_tokens: int) -> None:
         self._token, self._pair = geometry.token_flops, geometry.pair_flops
@@ -35,7 +35,7 @@ class Work:
         if math.isinf(self._left):
             return count
         each = self._token + self._pair * start
-        # The larger root of each * n + pair / 2 * n^2 = left, without a difference of large numbers.
+        # The positive root of each * n + pair / 2 * n^2 = left, without a difference of large numbers.
         most = int(2 * self._left / (each + math.sqrt(each * each + 2 * self._pair * self._left)))
         if most >= count:
             return count
