@@ -179,6 +179,13 @@ def launch_independently() -> None:
     triton_launch._options_on = lambda device: {"PDL": False}  # type: ignore[assignment]
 
 
+def hand_over_plain() -> None:
+    """Let every op give plain results, as if none could pack them for its readers."""
+    from firstlight.ops import binding
+
+    binding.hand_over = lambda binder, bound: None
+
+
 def providers_of(executor: Executor) -> dict[str, list[str]]:
     """Who computes each op, by `op` or `op.site`; several, where buckets or layers differ."""
     found: dict[str, set[str]] = {}
@@ -228,6 +235,9 @@ def arguments_parser() -> argparse.ArgumentParser:
         "--without", action="append", default=[], metavar="OP=PROVIDER", help="as if this provider didn't exist"
     )
     parser.add_argument("--no-dependent-launches", dest="dependent_launches", action="store_false")
+    parser.add_argument(
+        "--no-handover", dest="handover", action="store_false", help="each FP8 product packs its input itself"
+    )
     parser.add_argument("--no-graphs", dest="graphs", action="store_false")
     parser.add_argument("--page-size", type=int, help="default: the engine's own for a GPU")
     parser.add_argument("--depth", type=int, default=0)
@@ -270,6 +280,8 @@ def main(given: Sequence[str] | None = None) -> None:
         take_out(name)
     if not arguments.dependent_launches:
         launch_independently()
+    if not arguments.handover:
+        hand_over_plain()
     start = time.perf_counter()
     try:
         engine = Engine(options_of(arguments))

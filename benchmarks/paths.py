@@ -68,6 +68,7 @@ VARIANTS = {
     "graphs": Variant("no CUDA graphs", ("--no-graphs",)),
     "depth": Variant("one plan in flight, not two", ("--depth", "1")),
     "dependent": Variant("no dependent launches", ("--no-dependent-launches",)),
+    "handover": Variant("activations handed over plain", ("--no-handover",)),
     "pages": Variant("pages of 16 tokens, not 64", ("--page-size", "16")),
     "attention": Variant("prompts' attention in Triton", without("attention=hopper_paged")),
     "mixture-prompt": Variant(
