@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-READY_SECONDS = 120
+READY_SECONDS = 300
+"""Most of it is compiling, for the first server on a GPU."""
 
 
 @contextmanager

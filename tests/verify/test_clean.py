@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from firstlight.models.registry import FAMILIES, PREDICTED_ONLY
 from firstlight.verify import verify
 from firstlight.verify.findings import WHOLE
 from firstlight.verify.opening import open_subject
+from firstlight.verify.reference import Reference
 from firstlight.verify.workload import IMAGE, make_phases
 
 NAMES = sorted(
@@ -42,6 +44,30 @@ def test_every_family_agrees_in_float32(name: str) -> None:
     assert [finding.phase for finding in tower] == ([IMAGE] if "vision_config" in subject.config else [])
     # The published table has this family, with the same verdict.
     assert re.search(rf"^\| `{name}` \|.*\| ok \|$", RESULTS.read_text(), re.MULTILINE)
+
+
+def test_products_in_float32_are_not_rounded_to_less_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's convolutions are, by default: on a GPU the reference's windows were off by 2e-3."""
+
+    def allowed() -> tuple[bool, bool]:
+        return torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+
+    seen = []
+    run = Reference.run
+
+    def spy(self: Reference, *args: Any, **kwargs: Any) -> Any:
+        seen.append(allowed())
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Reference, "run", spy)
+    before = allowed()
+    verify(
+        open_subject(str(TINY_CONFIGS / "llama.json"), random=True, device="cpu", dtype="float32"),
+        progress=lambda text: seen.append(allowed()),
+    )
+    assert len(seen) > 4
+    assert {*seen} == {(False, False)}
+    assert allowed() == before == (True, False)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_moe_text"])

@@ -6,7 +6,8 @@ run on the reference's own inputs. Our norms take the sum before them along, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,17 @@ class Call:
 
 Record = dict[str, Call]
 """By path of our module: "embed_tokens", "rotary", "layers.0.input_layernorm", ..., "layers.0" (a whole layer), "lm_head"."""
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """For as long as the block lasts, torch multiplies float32 as float32: by default cuDNN's convolutions round to TF32 on a GPU."""
+    convolutions, products = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = convolutions, products
 
 
 class Reference:

@@ -15,7 +15,7 @@ from firstlight.verify.blame import Comparison, OpError
 from firstlight.verify.candidate import Candidate
 from firstlight.verify.compare import TOLERANCES, Tolerance
 from firstlight.verify.findings import MODULE, WIRING, Findings
-from firstlight.verify.reference import Record, Reference
+from firstlight.verify.reference import Record, Reference, full_precision
 from firstlight.verify.tower import PATH, Images, reference_images, run_tower
 from firstlight.verify.workload import IMAGE, Phase, Row, Sequence, make_phases, make_sequences
 from firstlight.weights.stored import StoredTensor
@@ -55,6 +55,7 @@ class Answers:
         return self.records if phase.whole_model else [self.quiet]
 
 
+@full_precision()
 def reference_answers(subject: Subject, progress: Callable[[str], None] = lambda text: None) -> Answers:
     """Run the reference. progress: called with what is being done."""
     progress("building the reference")
@@ -71,6 +72,7 @@ def reference_answers(subject: Subject, progress: Callable[[str], None] = lambda
     return Answers(sequences, records, quiet, images)
 
 
+@full_precision()
 def verify(
     subject: Subject,
     answers: Answers | None = None,
