@@ -2,7 +2,8 @@
 
     python compile_products.py cuda 90 | hip gfx942 | hip gfx950
 
-{"kernel": name, "shared": bytes of shared memory, "fp8": whether an FP8 matrix instruction is in the assembly}
+{"kernel": name, "shared": bytes of shared memory, "fp8": whether an FP8 matrix instruction is in the assembly,
+"early": loads above the wait for the kernels before, and below it}
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from early_loads import early_loads
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -59,7 +61,7 @@ def cases(stages: int) -> list[tuple[str, Any, set[str], dict[str, Any], int, in
     both = {"x_ptr", "w_ptr", "shared_ptr"}
     hidden, weights = {"hidden_ptr", "w_ptr", "shared_ptr"}, {"w_ptr", "shared_ptr"}
     product = {"BLOCK_M": 64, "BLOCK_K": 128, "HAS_SCALE": True, **MIXTURE}
-    one = {"TOKENS": 1, "BLOCK_N": 8, "BLOCK_K": 1024, "HAS_BIAS": False, **BLOCKS}
+    one = {"K": 2048, "TOKENS": 1, "BLOCK_N": 8, "BLOCK_K": 2048, "HAS_BIAS": False, **BLOCKS}
     some = {"CHOICES": 8, "BLOCK_H": 8, "BLOCK_I": 512, "HAS_SHARE": True}
     thin_tile = {"BLOCK_T": 16, "BLOCK_N": 64, "HAS_BIAS": True}
     router = {"BLOCK_T": 16, "BLOCK_E": 16, "GROUPS": 2, "COUNTS": 256, "HAS_GATE": True, "QUANTISE": True}
@@ -73,7 +75,8 @@ def cases(stages: int) -> list[tuple[str, Any, set[str], dict[str, Any], int, in
          {"BLOCK_T": 64, "BLOCK_N": 128, "TILES_TOGETHER": 16, "HAS_BIAS": True}, 4, stages),
         ("block thin", block.multiply_thin, both, thin_tile, 4, stages),
         ("quantise", triton_quantise.quantise_rows, {"y_ptr"}, {"BLOCK_T": 2, "GROUPS": 16}, 4, stages),
-        ("skinny", triton_skinny_kernels.multiply, weights, one, 2, stages),
+        ("skinny", triton_skinny_kernels.multiply, weights, one, 4, stages),
+        ("skinny, K in parts", triton_skinny_kernels.multiply, weights, one | {"BLOCK_K": 512}, 4, stages),
         ("few gate_and_up", few.gate_and_up, weights, {"BLOCK_I": 4, "BLOCK_K": 1024, **MIXTURE, **BLOCKS}, 2, stages),
         ("few down", few.down_and_sum, weights, {**some, **MIXTURE, **BLOCKS}, 4, stages),
         ("router", triton_router_kernel.multiply_parts, {"quantised_ptr"}, router, 4, stages),
@@ -123,7 +126,8 @@ def main() -> None:
         compiled = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
         assembly = compiled.asm["ptx" if backend == "cuda" else "amdgcn"]
         fp8_used = bool(FP8_INSTRUCTION.search(assembly))
-        print(json.dumps({"kernel": name, "shared": compiled.metadata.shared, "fp8": fp8_used}))
+        found = {"shared": compiled.metadata.shared, "fp8": fp8_used, "early": early_loads(assembly)}
+        print(json.dumps({"kernel": name, **found}))
 
 
 if __name__ == "__main__":

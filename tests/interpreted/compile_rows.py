@@ -2,7 +2,8 @@
 
     python compile_rows.py cuda 90 | hip gfx950
 
-{"kernel": name, "shared": bytes of shared memory, "float8": whether it converts to FP8}
+{"kernel": name, "shared": bytes of shared memory, "float8": whether it converts to FP8,
+"early": loads above the wait for the kernels before, and below it}
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from typing import Any
 
 import triton
+from early_loads import early_loads
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -62,7 +64,7 @@ def main() -> None:
         compiled = triton.compile(source, target=target, options={"num_warps": 4})
         assembly = compiled.asm["ptx" if backend == "cuda" else "amdgcn"]
         found = {"shared": compiled.metadata.shared, "float8": bool(CONVERSION.search(assembly))}
-        print(json.dumps({"kernel": name, **found}))
+        print(json.dumps({"kernel": name, **found, "early": early_loads(assembly)}))
 
 
 if __name__ == "__main__":

@@ -12,4 +12,8 @@ def test_compiles(backend: str, architecture: str) -> None:
     assert len(kernels) == 9
     for kernel in kernels:
         assert kernel["shared"] <= 16 << 10, kernel
+        early = backend == "cuda" and "norm" in kernel["kernel"]
+        above, below = kernel["early"]
+        assert (above > 0) == early, f"{kernel['kernel']}: {above} loads before the wait"
+        assert not early or below > 0, f"{kernel['kernel']}: all it reads is read before the wait"
         assert kernel["float8"] == (not kernel["kernel"].endswith("plain")), kernel

@@ -11,6 +11,10 @@ to Triton those that weren't launched yet.
 it touches memory, in every program, and is launched with `**dependent_launch(x)`. Its programs then take their places while
 the last programs of the kernel before it still run, which saves about a microsecond a launch. Anywhere else the switch is off.
 
+Weights may be asked for before the wait, and are then on their way while the kernel before still runs: they are as old as the model.
+Whatever a kernel writes in a step may not, be it several kernels back, and nothing may be stored: kernels start early one after
+another, so more than one may still run.
+
 Not for kernels whose programs all run at once and read weights until the end (`multiply_thin`, `triton_few_kernels`): programs that
 take places early crowd on the multiprocessors that happen to be free, and the fullest of these then decides how long it takes.
 """

@@ -396,18 +396,19 @@ def norm_kernel(
     PDL: tl.constexpr,
 ):
     """y = gated norm of rows (token, value head) of out, which may be y; plain, packed or both."""
+    o_v = tl.arange(0, V)
+    weight = tl.load(norm_weight_ptr + o_v).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    o_v = tl.arange(0, V)
     inside = (o_row < rows)[:, None]
     dtype = out_ptr.dtype.element_ty
     o = tl.load(out_ptr + o_row[:, None] * V + o_v[None, :], mask=inside, other=0.0).to(tl.float32)
     o_z = (o_row // HV) * z_stride_t + (o_row % HV) * V
     z = tl.load(z_ptr + o_z[:, None] + o_v[None, :], mask=inside, other=0.0).to(tl.float32)
     y = (o * tl.rsqrt(tl.sum(o * o, 1) / V + eps)[:, None]).to(dtype).to(tl.float32)
-    product = y * tl.load(norm_weight_ptr + o_v).to(tl.float32)[None, :]
+    product = y * weight[None, :]
     if ROUND_PRODUCT:
         product = product.to(dtype).to(tl.float32)
     y = (product * silu(z)).to(dtype)

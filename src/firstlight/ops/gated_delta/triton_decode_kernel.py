@@ -99,12 +99,12 @@ def convolve_channels(
 
 
 @triton.jit
-def gate_row(o, z_ptr, norm_weight_ptr, eps, V: tl.constexpr, ROUND_PRODUCT: tl.constexpr):
+def gate_row(o, z_ptr, weight, eps, V: tl.constexpr, ROUND_PRODUCT: tl.constexpr):
     """The gated norm of o [V], which has the output's dtype."""
     o_v = tl.arange(0, V)
     wide = o.to(tl.float32)
     y = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / V + eps)).to(o.dtype).to(tl.float32)
-    product = y * tl.load(norm_weight_ptr + o_v).to(tl.float32)
+    product = y * weight.to(tl.float32)
     if ROUND_PRODUCT:
         product = product.to(o.dtype).to(tl.float32)
     return (product * silu(tl.load(z_ptr + o_v).to(tl.float32))).to(o.dtype)
@@ -184,6 +184,8 @@ def prepare_kernel(
         tl.store(y_ptr + c_k, tl.where(has_token, k, 0.0).to(k.dtype))
     else:
         i_hv = i_h - 2 * HK
+        dt_bias = tl.load(dt_bias_ptr + i_hv).to(tl.float32)
+        A_log = tl.load(A_log_ptr + i_hv).to(tl.float32)
         c_v = 2 * HK * K + i_hv * V + tl.arange(0, V)
         v = convolve_channels(
             x_ptr,
@@ -207,9 +209,9 @@ def prepare_kernel(
             PDL,
         )
         tl.store(y_ptr + c_v, tl.where(has_token, v, 0.0).to(v.dtype))
-        a = tl.load(a_ptr + row * a_stride_t + i_hv).to(tl.float32) + tl.load(dt_bias_ptr + i_hv).to(tl.float32)
+        a = tl.load(a_ptr + row * a_stride_t + i_hv).to(tl.float32) + dt_bias
         b = tl.load(b_ptr + row * b_stride_t + i_hv).to(tl.float32)
-        decay = tl.exp(-tl.exp(tl.load(A_log_ptr + i_hv).to(tl.float32)) * softplus(a))
+        decay = tl.exp(-tl.exp(A_log) * softplus(a))
         beta = 1.0 / (1.0 + tl.exp(-b))
         tl.store(gates_ptr + (i_r * HV + i_hv) * 2, tl.where(has_token, decay, 1.0))
         tl.store(gates_ptr + (i_r * HV + i_hv) * 2 + 1, tl.where(has_token, beta, 0.0))
@@ -287,6 +289,8 @@ def streaming_kernel(
     o_s = i_hv * (V * K) + o_v[:, None] * K + o_k[None, :]
     # A null slot may be read; masks would cost registers.
     state = tl.load(state_pool_ptr + tl.maximum(source, 0) * state_stride_slot + o_s).to(tl.float32)
+    if NORM:
+        weight = tl.load(norm_weight_ptr + tl.arange(0, V))
     if PDL:
         # The kernel before wrote what follows, and no states.
         tl.extra.cuda.gdc_wait()
@@ -320,7 +324,7 @@ def streaming_kernel(
             if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == SLICES - 1:
                 tl.store(ticket_ptr, 0)
                 whole = tl.load(row_ptr + tl.arange(0, V), cache_modifier=".cg")
-                y = gate_row(whole, z_ptr + row * z_stride_t + i_hv * V, norm_weight_ptr, eps, V, ROUND_PRODUCT)
+                y = gate_row(whole, z_ptr + row * z_stride_t + i_hv * V, weight, eps, V, ROUND_PRODUCT)
                 first = row * HV + i_hv
                 if normed_ptr is not None:
                     tl.store(normed_ptr + first * V + tl.arange(0, V), y)

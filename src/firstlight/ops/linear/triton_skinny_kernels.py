@@ -13,29 +13,49 @@ from firstlight.quant import Packed, Weight
 
 
 @triton.jit
-def scaled_input(
-    x_ptr, scale_ptr, i_k, K, BLOCK_K: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr
-):  # fmt: skip
-    """x[i_k : i_k + BLOCK_K] in float32, times the scales of a row of blocks: one multiply here saves one a row."""
+def scales_of(scale_ptr, i_k, K, BLOCK_K: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr):
+    """Scales of columns i_k to i_k + BLOCK_K of a row of blocks in float32, one a block; of plain weights, ones."""
+    BLOCKS: tl.constexpr = max(BLOCK_K // SCALE_COLUMNS, 1)
+    if not HAS_SCALE:
+        return tl.full([BLOCKS], 1.0, dtype=tl.float32)
+    o_k = i_k + tl.arange(0, BLOCKS) * SCALE_COLUMNS
+    return tl.load(scale_ptr + o_k // SCALE_COLUMNS, mask=o_k < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def times_scales(x_ptr, b_scale, i_k, K, BLOCK_K: tl.constexpr, SCALE_COLUMNS: tl.constexpr):
+    """x[i_k : i_k + BLOCK_K] in float32, times `scales_of` these columns: one multiply here saves one a row."""
     RUN: tl.constexpr = min(BLOCK_K, SCALE_COLUMNS)
     o_k = i_k + (tl.arange(0, BLOCK_K // RUN) * RUN)[:, None] + tl.arange(0, RUN)[None, :]
     b_x = tl.load(x_ptr + o_k, mask=o_k < K, other=0.0).to(tl.float32)
-    if HAS_SCALE:
-        o_k = i_k + tl.arange(0, BLOCK_K // RUN) * RUN
-        b_x *= tl.load(scale_ptr + o_k // SCALE_COLUMNS, mask=o_k < K, other=0.0).to(tl.float32)[:, None]
-    return b_x.reshape(BLOCK_K)
+    return (b_x * b_scale[:, None]).reshape(BLOCK_K)
+
+
+@triton.jit
+def scaled_input(
+    x_ptr, scale_ptr, i_k, K, BLOCK_K: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr
+):  # fmt: skip
+    """x[i_k : i_k + BLOCK_K] in float32, times the scales of a row of blocks."""
+    b_scale = scales_of(scale_ptr, i_k, K, BLOCK_K, SCALE_COLUMNS, HAS_SCALE)
+    return times_scales(x_ptr, b_scale, i_k, K, BLOCK_K, SCALE_COLUMNS)
 
 
 @kernel
 def multiply(
     x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr,
-    N, K, x_stride_t, w_stride_n, scale_stride_n,
-    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    N, x_stride_t, w_stride_n, scale_stride_n,
+    K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program owns BLOCK_N rows, which share their scales: BLOCK_N divides SCALE_ROWS."""
-    wait_for_inputs(PDL)
+    """A program owns BLOCK_N rows, which share their scales: BLOCK_N divides SCALE_ROWS.
+
+    Where K is one tile, weights and scales are asked for before the wait. A loop that waits in its first step takes more
+    registers, which costs more than it gains.
+    """
+    WHOLE: tl.constexpr = K <= BLOCK_K
+    if not WHOLE:
+        wait_for_inputs(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     o_n, o_t = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, TOKENS)
     m_n = o_n < N
@@ -45,9 +65,12 @@ def multiply(
         o_k = i_k + tl.arange(0, BLOCK_K)
         m_k = o_k < K
         b_w = tl.load(w_ptr + o_n[:, None] * w_stride_n + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
+        b_scale = scales_of(scale_ptr, i_k, K, BLOCK_K, SCALE_COLUMNS, HAS_SCALE)
+        if WHOLE:
+            wait_for_inputs(PDL)
         b_w = b_w.to(tl.float32)
         for t in tl.static_range(TOKENS):
-            b_x = scaled_input(x_ptr + t * x_stride_t, scale_ptr, i_k, K, BLOCK_K, SCALE_COLUMNS, HAS_SCALE)
+            b_x = times_scales(x_ptr + t * x_stride_t, b_scale, i_k, K, BLOCK_K, SCALE_COLUMNS)
             b_part = tl.sum(b_w * b_x[None, :], axis=1)
             b_y += tl.where(o_t[None, :] == t, b_part[:, None], 0.0)
     if HAS_BIAS:
@@ -78,14 +101,14 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, 
         halves = (x[:together], x[together:])
         return torch.cat([product(half, weight, bias, dtype, **tuning) for half in halves])
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
-    wide = columns >= 4096 and data.element_size() == 1
-    block_k = tuning.get("block_k", min(power_of_two(columns), 4096 if wide else 1024 if rows >= 4096 else 2048))
+    is_fp8 = data.element_size() == 1
+    block_k = tuning.get("block_k", min(power_of_two(columns), 4096 if is_fp8 else 1024 if rows >= 4096 else 2048))
     block_n = tuning.get("block_n", 8 if rows >= 4096 else 4 if rows >= 1024 else 2)
     block_n = divisor(block[0], block_n)
-    warps = tuning.get("num_warps", 8 if wide else 2 if rows >= 4096 and data.element_size() == 1 else 4)
+    warps = tuning.get("num_warps", max(4, block_k // 512) if is_fp8 else 4)  # 512 columns: a load of 16 bytes a lane
     multiply[(cdiv(rows, block_n),)](
-        x, data, scale, x if bias is None else bias, y, rows, columns,
-        x_stride_t=x.stride(0), w_stride_n=data.stride(0), scale_stride_n=scale.stride(0),
+        x, data, scale, x if bias is None else bias, y, rows,
+        x_stride_t=x.stride(0), w_stride_n=data.stride(0), scale_stride_n=scale.stride(0), K=columns,
         TOKENS=tokens, BLOCK_N=block_n, BLOCK_K=block_k, SCALE_ROWS=block[0], SCALE_COLUMNS=block[1],
         HAS_SCALE=isinstance(weight, Packed), HAS_BIAS=bias is not None, num_warps=warps,
         **dependent_launch(x),

@@ -36,7 +36,11 @@ def shared_refusal(call: Call) -> str | None:
     for name, weight, like in (("shared_gate_up", shared_gate_up, gate_up), ("shared_down", shared_down, down)):
         if weight is not None and format_of(weight) != format_of(like):
             return f"{name} is {format_of(weight)}, the other experts {format_of(like)}"
-    return f"reads a plain shared_gate, not {shared_gate.format}" if isinstance(shared_gate, Packed) else None
+    if isinstance(shared_gate, Packed):
+        return f"reads a plain shared_gate, not {shared_gate.format}"
+    if shared_gate is not None and not shared_gate.is_contiguous():
+        return f"reads a dense shared_gate, and its strides are {shared_gate.stride()}"
+    return None
 
 
 def run(
@@ -69,12 +73,11 @@ def run(
         logits = triton_skinny_kernels.product(x, router, None, x.dtype)
     else:
         logits = functional.linear(x, router)
-    gate = None if shared_gate is None else shared_gate.contiguous()
     weights, chosen, share = triton_fused_kernel.choose_experts(
         logits[None], router.shape[0], top_k, scoring, renormalise, bias, scale, live, x.dtype,
-        gate=None if gate is None else (x, gate),
+        gate=None if shared_gate is None else (x, shared_gate),
     )  # fmt: skip
     shared = None if shared_gate_up is None or shared_down is None else (shared_gate_up, shared_down)
     return triton_few_kernels.experts(
-        x, weights, chosen, gate_up, down, first_expert, shared, None if gate is None else share
+        x, weights, chosen, gate_up, down, first_expert, shared, None if shared_gate is None else share
     )

@@ -29,13 +29,13 @@ def norm_rows(
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ZERO_CENTRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [rows, D] from x [rows / heads, heads, D]; or packed, or both."""
-    wait_for_inputs(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
+    b_weight = tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
     mask = (o_r < rows)[:, None] & (o_d < D)[None, :]
     p_x = x_ptr + (o_r // heads * x_stride_t + o_r % heads * x_stride_h)[:, None] + o_d[None, :]
     b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
-    b_weight = tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32)
     b_y = scaled(b_x, b_weight, D, eps, x_ptr.dtype.element_ty, ZERO_CENTRED)
     if y_ptr is not None:
         tl.store(y_ptr + o_r[:, None] * D + o_d[None, :], b_y, mask=mask)
@@ -51,13 +51,13 @@ def add_and_norm_rows(
     BLOCK_D: tl.constexpr, ZERO_CENTRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a row: sum = x + residual, rounded; y = its norm, plain, packed or both."""
+    b_weight = tl.load(weight_ptr + tl.arange(0, BLOCK_D), mask=tl.arange(0, BLOCK_D) < D, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)[None, :]
     mask = o_d < D
     b_x = tl.load(x_ptr + i_t * x_stride_t + o_d, mask=mask, other=0.0).to(tl.float32)
     b_residual = tl.load(residual_ptr + i_t * residual_stride_t + o_d, mask=mask, other=0.0).to(tl.float32)
-    b_weight = tl.load(weight_ptr + tl.arange(0, BLOCK_D), mask=tl.arange(0, BLOCK_D) < D, other=0.0).to(tl.float32)
     b_sum = (b_x + b_residual).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + i_t * D + o_d, b_sum, mask=mask)
     b_y = scaled(b_sum.to(tl.float32), b_weight, D, eps, x_ptr.dtype.element_ty, ZERO_CENTRED)
@@ -73,15 +73,15 @@ def norm_and_gate_rows(
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [rows, D] = norm(x) * weight * silu(gate); x and gate [rows / heads, heads, D]; WIDE: dtype of norm * weight."""
-    wait_for_inputs(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
+    b_weight = tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
     mask = (o_r < rows)[:, None] & (o_d < D)[None, :]
     p_x = x_ptr + (o_r // heads * x_stride_t + o_r % heads * x_stride_h)[:, None] + o_d[None, :]
     p_gate = gate_ptr + (o_r // heads * gate_stride_t + o_r % heads * gate_stride_h)[:, None] + o_d[None, :]
     b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
     b_gate = tl.load(p_gate, mask=mask, other=0.0).to(tl.float32)
-    b_weight = tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32)
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=1) / D + eps)[:, None]
     b_y = (b_y.to(y_ptr.dtype.element_ty).to(tl.float32) * b_weight[None, :]).to(WIDE).to(tl.float32)
     b_y *= b_gate * tl.sigmoid(b_gate)

@@ -25,23 +25,25 @@ def choose(
     SUMMED: logits are a sum over `parts`, rounded to DTYPE; the gate's product is then column E, and not computed here.
     HAS_LISTS: each choice is appended to its expert's list as pair token * slots + choice.
     """
-    wait_for_inputs(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_e, o_j = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_CHOICES)
     m_e = o_e < E
     gate = 0.0
-    if HAS_GATE:
-        if SUMMED:
+    if HAS_GATE and not SUMMED:
+        b_dot = tl.zeros([BLOCK_H], dtype=tl.float32)
+        for i_h in range(0, H, BLOCK_H):
+            o_h = i_h + tl.arange(0, BLOCK_H)
+            b_gate = tl.load(gate_ptr + o_h, mask=o_h < H, other=0.0).to(tl.float32)
+            if i_h == 0:  # a weight needn't wait
+                wait_for_inputs(PDL)
+            b_dot += tl.load(x_ptr + i_t * x_stride_t + o_h, mask=o_h < H, other=0.0).to(tl.float32) * b_gate
+        gate = tl.sum(b_dot, axis=0)
+    else:
+        wait_for_inputs(PDL)
+        if HAS_GATE:
             o_all = tl.arange(0, MOST_PARTS)
             p_gate = logits_ptr + i_t * logits_stride_t + o_all * logits_stride_part + E
             gate = tl.sum(tl.load(p_gate, mask=o_all < parts, other=0.0), axis=0)
-        else:
-            b_dot = tl.zeros([BLOCK_H], dtype=tl.float32)
-            for i_h in range(0, H, BLOCK_H):
-                o_h = i_h + tl.arange(0, BLOCK_H)
-                b_x = tl.load(x_ptr + i_t * x_stride_t + o_h, mask=o_h < H, other=0.0).to(tl.float32)
-                b_dot += b_x * tl.load(gate_ptr + o_h, mask=o_h < H, other=0.0).to(tl.float32)
-            gate = tl.sum(b_dot, axis=0)
     p_logits = logits_ptr + i_t * logits_stride_t + o_e
     if SUMMED:
         # Eight parts are on the way at once: a load each would wait for the one before it.
