@@ -61,7 +61,7 @@ def cases(stages: int) -> list[tuple[str, Any, set[str], dict[str, Any], int, in
     both = {"x_ptr", "w_ptr", "shared_ptr"}
     hidden, weights = {"hidden_ptr", "w_ptr", "shared_ptr"}, {"w_ptr", "shared_ptr"}
     product = {"BLOCK_M": 64, "BLOCK_K": 128, "HAS_SCALE": True, **MIXTURE}
-    one = {"K": 2048, "TOKENS": 1, "BLOCK_N": 8, "BLOCK_K": 2048, "HAS_BIAS": False, **BLOCKS}
+    one = {"K": 2048, "TOKENS": 1, "BLOCK_N": 8, "BLOCK_K": 1024, "HAS_BIAS": False, **BLOCKS}
     some = {"CHOICES": 8, "BLOCK_H": 8, "BLOCK_I": 512, "HAS_SHARE": True}
     thin_tile = {"BLOCK_T": 16, "BLOCK_N": 64, "HAS_BIAS": True}
     router = {"BLOCK_T": 16, "BLOCK_E": 16, "GROUPS": 2, "COUNTS": 256, "HAS_GATE": True, "QUANTISE": True}
@@ -75,8 +75,8 @@ def cases(stages: int) -> list[tuple[str, Any, set[str], dict[str, Any], int, in
          {"BLOCK_T": 64, "BLOCK_N": 128, "TILES_TOGETHER": 16, "HAS_BIAS": True}, 4, stages),
         ("block thin", block.multiply_thin, both, thin_tile, 4, stages),
         ("quantise", triton_quantise.quantise_rows, {"y_ptr"}, {"BLOCK_T": 2, "GROUPS": 16}, 4, stages),
-        ("skinny", triton_skinny_kernels.multiply, weights, one, 4, stages),
-        ("skinny, K in parts", triton_skinny_kernels.multiply, weights, one | {"BLOCK_K": 512}, 4, stages),
+        ("skinny", triton_skinny_kernels.multiply, weights, one, 2, stages),
+        ("skinny, K at once", triton_skinny_kernels.multiply, weights, one | {"BLOCK_K": 2048}, 4, stages),
         ("few gate_and_up", few.gate_and_up, weights, {"BLOCK_I": 4, "BLOCK_K": 1024, **MIXTURE, **BLOCKS}, 2, stages),
         ("few down", few.down_and_sum, weights, {**some, **MIXTURE, **BLOCKS}, 4, stages),
         ("router", triton_router_kernel.multiply_parts, {"quantised_ptr"}, router, 4, stages),

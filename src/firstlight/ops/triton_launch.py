@@ -13,7 +13,7 @@ the last programs of the kernel before it still run, which saves about a microse
 
 Weights may be asked for before the wait, and are then on their way while the kernel before still runs: they are as old as the model.
 Whatever a kernel writes in a step may not, be it several kernels back, and nothing may be stored: kernels start early one after
-another, so more than one may still run.
+another, so more than one may still run. (`let_next_begin`, the loads, `wait_for_earlier`.)
 
 Not for kernels whose programs all run at once and read weights until the end (`multiply_thin`, `triton_few_kernels`): programs that
 take places early crowd on the multiprocessors that happen to be free, and the fullest of these then decides how long it takes.
@@ -147,11 +147,24 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Until every kernel before this one has ended and its writes can be read; the next kernel may take its places now."""
+def let_next_begin(PDL: tl.constexpr):
+    """The next kernel may take its places, once all programs of this one have come here."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_earlier(PDL: tl.constexpr):
+    """Until every kernel before this one has ended and its writes can be read."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Both at once, for kernels that have nothing to ask for before they wait."""
+    let_next_begin(PDL)
+    wait_for_earlier(PDL)
 
 
 @cache

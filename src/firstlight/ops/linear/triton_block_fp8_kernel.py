@@ -16,13 +16,14 @@ from firstlight.quant import Packed, Weight
 
 
 @triton.jit
-def scale_of_step(p_x_scale, x_scale_stride_k, p_scale, i_k, end, m_t):
-    """Scale of a product of 128 columns, a token's times the weights'; zero from step `end` on.
+def scales_of_step(p_x_scale, x_scale_stride_k, p_scale, i_k, end, m_t):
+    """The tokens' and the weights' scales of a product of 128 columns; zeros from step `end` on.
 
-    Asked for a step ahead: Triton's pipeline leaves scales out, and where a column's lie side by side each step finds its own in L2 only.
+    Asked for two steps ahead: Triton's pipeline leaves scales out, and where a column's lie side by side every step finds its own no
+    nearer than in L2.
     """
     b_x_scale = tl.load(p_x_scale + i_k * x_scale_stride_k, mask=m_t & (i_k < end), other=0.0)
-    return b_x_scale * tl.load(p_scale + i_k, mask=i_k < end, other=0.0).to(tl.float32)
+    return b_x_scale, tl.load(p_scale + i_k, mask=i_k < end, other=0.0)
 
 
 @kernel
@@ -50,13 +51,15 @@ def multiply(
     p_x_scale = x_scale_ptr + o_t * x_scale_stride_t
     p_scale = scale_ptr + i_n * BLOCK_N // 128 * scale_stride_n
     b_acc = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
-    b_scale = scale_of_step(p_x_scale, x_scale_stride_k, p_scale, 0, K // 128, m_t)
+    b_x_scale, w_scale = scales_of_step(p_x_scale, x_scale_stride_k, p_scale, 0, K // 128, m_t)
+    b_x_next, w_next = scales_of_step(p_x_scale, x_scale_stride_k, p_scale, 1, K // 128, m_t)
     for i_k in range(K // 128):
         b_x = tl.load(p_x, mask=m_t[:, None], other=0.0)
         b_w = tl.load(p_w, mask=m_n[None, :], other=0.0)
-        b_next = scale_of_step(p_x_scale, x_scale_stride_k, p_scale, i_k + 1, K // 128, m_t)
+        b_scale = b_x_scale * w_scale.to(tl.float32)
+        b_x_scale, w_scale = b_x_next, w_next
+        b_x_next, w_next = scales_of_step(p_x_scale, x_scale_stride_k, p_scale, i_k + 2, K // 128, m_t)
         b_acc += tl.dot(b_x, b_w) * b_scale[:, None]
-        b_scale = b_next
         p_x += 128
         p_w += 128
     if HAS_BIAS:
@@ -87,13 +90,15 @@ def multiply_thin(
     p_x_scale = x_scale_ptr + o_t * x_scale_stride_t
     p_scale = scale_ptr + i_n * BLOCK_N // 128 * scale_stride_n
     b_acc = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
-    b_scale = scale_of_step(p_x_scale, x_scale_stride_k, p_scale, first // 128, end // 128, m_t)
+    b_x_scale, w_scale = scales_of_step(p_x_scale, x_scale_stride_k, p_scale, first // 128, end // 128, m_t)
+    b_x_next, w_next = scales_of_step(p_x_scale, x_scale_stride_k, p_scale, first // 128 + 1, end // 128, m_t)
     for i_k in range(first // 128, end // 128):
         b_w = tl.load(p_w, mask=m_n[:, None], other=0.0)
         b_x = tl.load(p_x, mask=m_t[None, :], other=0.0)
-        b_next = scale_of_step(p_x_scale, x_scale_stride_k, p_scale, i_k + 1, end // 128, m_t)
+        b_scale = b_x_scale * w_scale.to(tl.float32)
+        b_x_scale, w_scale = b_x_next, w_next
+        b_x_next, w_next = scales_of_step(p_x_scale, x_scale_stride_k, p_scale, i_k + 2, end // 128, m_t)
         b_acc += tl.dot(b_w, b_x) * b_scale[None, :]
-        b_scale = b_next
         p_x += 128
         p_w += 128
     if HAS_BIAS:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_launch import dependent_launch, kernel, let_next_begin, wait_for_earlier
 from firstlight.ops.triton_support import cdiv, power_of_two
 from firstlight.quant import Packed, Weight
 
@@ -40,6 +40,21 @@ def scaled_input(
     return times_scales(x_ptr, b_scale, i_k, K, BLOCK_K, SCALE_COLUMNS)
 
 
+@triton.jit
+def dots(
+    b_w, b_scale, x_ptr, x_stride_t, i_k, K,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, TOKENS]: a tile of weights from column i_k on times each token."""
+    b_w = b_w.to(tl.float32)
+    b_y = tl.zeros([BLOCK_N, TOKENS], dtype=tl.float32)
+    for t in tl.static_range(TOKENS):
+        b_x = times_scales(x_ptr + t * x_stride_t, b_scale, i_k, K, BLOCK_K, SCALE_COLUMNS)
+        b_part = tl.sum(b_w * b_x[None, :], axis=1)
+        b_y += tl.where(tl.arange(0, TOKENS)[None, :] == t, b_part[:, None], 0.0)
+    return b_y
+
+
 @kernel
 def multiply(
     x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr,
@@ -50,29 +65,22 @@ def multiply(
 ):  # fmt: skip
     """A program owns BLOCK_N rows, which share their scales: BLOCK_N divides SCALE_ROWS.
 
-    Where K is one tile, weights and scales are asked for before the wait. A loop that waits in its first step takes more
-    registers, which costs more than it gains.
+    Its first tile of weights, with the scales, is asked for before the wait; and the next kernel may begin at once, to do the same.
     """
-    WHOLE: tl.constexpr = K <= BLOCK_K
-    if not WHOLE:
-        wait_for_inputs(PDL)
+    let_next_begin(PDL)
     i_n = tl.program_id(0).to(tl.int64)
-    o_n, o_t = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, TOKENS)
+    o_n, o_t, o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
     m_n = o_n < N
     scale_ptr += i_n * BLOCK_N // SCALE_ROWS * scale_stride_n
-    b_y = tl.zeros([BLOCK_N, TOKENS], dtype=tl.float32)
-    for i_k in range(0, K, BLOCK_K):
-        o_k = i_k + tl.arange(0, BLOCK_K)
-        m_k = o_k < K
-        b_w = tl.load(w_ptr + o_n[:, None] * w_stride_n + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
+    p_w = w_ptr + o_n[:, None] * w_stride_n + o_k[None, :]
+    b_w = tl.load(p_w, mask=m_n[:, None] & (o_k < K)[None, :], other=0.0)
+    b_scale = scales_of(scale_ptr, 0, K, BLOCK_K, SCALE_COLUMNS, HAS_SCALE)
+    wait_for_earlier(PDL)
+    b_y = dots(b_w, b_scale, x_ptr, x_stride_t, 0, K, TOKENS, BLOCK_N, BLOCK_K, SCALE_COLUMNS)
+    for i_k in range(BLOCK_K, K, BLOCK_K):
+        b_w = tl.load(p_w + i_k, mask=m_n[:, None] & (i_k + o_k < K)[None, :], other=0.0)
         b_scale = scales_of(scale_ptr, i_k, K, BLOCK_K, SCALE_COLUMNS, HAS_SCALE)
-        if WHOLE:
-            wait_for_inputs(PDL)
-        b_w = b_w.to(tl.float32)
-        for t in tl.static_range(TOKENS):
-            b_x = times_scales(x_ptr + t * x_stride_t, b_scale, i_k, K, BLOCK_K, SCALE_COLUMNS)
-            b_part = tl.sum(b_w * b_x[None, :], axis=1)
-            b_y += tl.where(o_t[None, :] == t, b_part[:, None], 0.0)
+        b_y += dots(b_w, b_scale, x_ptr, x_stride_t, i_k, K, TOKENS, BLOCK_N, BLOCK_K, SCALE_COLUMNS)
     if HAS_BIAS:
         b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
     tl.store(y_ptr + o_t[None, :] * N + o_n[:, None], b_y.to(y_ptr.dtype.element_ty), mask=m_n[:, None])
@@ -91,6 +99,25 @@ def parts_of(weight: Weight) -> tuple[Tensor, Tensor, tuple[int, int]]:
     return weight, weight, (128, 128)
 
 
+def tile_of(rows: int, columns: int, tokens: int, is_fp8: bool) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps, as measured on an H200.
+
+    Many rows of FP8 go in steps of 1,024 columns, of which a program asks for the next while it multiplies; few rows are all on
+    the way at once. Tokens share registers with the weights, so that they get fewer rows.
+    """
+    if not is_fp8:
+        return (
+            8 if rows >= 4096 else 4 if rows >= 1024 else 2,
+            min(power_of_two(columns), 1024 if rows >= 4096 else 2048),
+            4,
+        )
+    if tokens == 1 and rows >= 4096:
+        return 8, min(power_of_two(columns), 1024), 2
+    block_k = min(power_of_two(columns), 4096)
+    block_n = 2 if rows < 1024 else 8 if tokens == 1 and rows >= 2048 else 4
+    return block_n, block_k, max(1, block_k // 1024)
+
+
 def product(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, **tuning: int) -> Tensor:
     """x [T, K], columns adjacent, T from 1 to 8. tuning: block_n, block_k, num_warps in place of the defaults."""
     tokens, columns = x.shape
@@ -101,11 +128,9 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, 
         halves = (x[:together], x[together:])
         return torch.cat([product(half, weight, bias, dtype, **tuning) for half in halves])
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
-    is_fp8 = data.element_size() == 1
-    block_k = tuning.get("block_k", min(power_of_two(columns), 4096 if is_fp8 else 1024 if rows >= 4096 else 2048))
-    block_n = tuning.get("block_n", 8 if rows >= 4096 else 4 if rows >= 1024 else 2)
-    block_n = divisor(block[0], block_n)
-    warps = tuning.get("num_warps", max(4, block_k // 512) if is_fp8 else 4)  # 512 columns: a load of 16 bytes a lane
+    block_n, block_k, warps = tile_of(rows, columns, tokens, data.element_size() == 1)
+    block_n, block_k = tuning.get("block_n", block_n), tuning.get("block_k", block_k)
+    block_n, warps = divisor(block[0], block_n), tuning.get("num_warps", warps)
     multiply[(cdiv(rows, block_n),)](
         x, data, scale, x if bias is None else bias, y, rows,
         x_stride_t=x.stride(0), w_stride_n=data.stride(0), scale_stride_n=scale.stride(0), K=columns,
