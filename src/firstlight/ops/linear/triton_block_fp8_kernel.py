@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -13,17 +12,6 @@ from firstlight.ops.linear.triton_quantise import quantised
 from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
 from firstlight.ops.triton_support import cdiv, read_tiles, register_limit, tile_for
 from firstlight.quant import Packed, Weight
-
-
-@triton.jit
-def scales_of_step(p_x_scale, x_scale_stride_k, p_scale, i_k, end, m_t):
-    """The tokens' and the weights' scales of a product of 128 columns; zeros from step `end` on.
-
-    Asked for two steps ahead: Triton's pipeline leaves scales out, and where a column's lie side by side every step finds its own no
-    nearer than in L2.
-    """
-    b_x_scale = tl.load(p_x_scale + i_k * x_scale_stride_k, mask=m_t & (i_k < end), other=0.0)
-    return b_x_scale, tl.load(p_scale + i_k, mask=i_k < end, other=0.0)
 
 
 @kernel
@@ -51,14 +39,12 @@ def multiply(
     p_x_scale = x_scale_ptr + o_t * x_scale_stride_t
     p_scale = scale_ptr + i_n * BLOCK_N // 128 * scale_stride_n
     b_acc = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
-    b_x_scale, w_scale = scales_of_step(p_x_scale, x_scale_stride_k, p_scale, 0, K // 128, m_t)
-    b_x_next, w_next = scales_of_step(p_x_scale, x_scale_stride_k, p_scale, 1, K // 128, m_t)
     for i_k in range(K // 128):
         b_x = tl.load(p_x, mask=m_t[:, None], other=0.0)
         b_w = tl.load(p_w, mask=m_n[None, :], other=0.0)
-        b_scale = b_x_scale * w_scale.to(tl.float32)
-        b_x_scale, w_scale = b_x_next, w_next
-        b_x_next, w_next = scales_of_step(p_x_scale, x_scale_stride_k, p_scale, i_k + 2, K // 128, m_t)
+        b_scale = tl.load(p_x_scale + i_k * x_scale_stride_k, mask=m_t, other=0.0) * tl.load(p_scale + i_k).to(
+            tl.float32
+        )
         b_acc += tl.dot(b_x, b_w) * b_scale[:, None]
         p_x += 128
         p_w += 128
@@ -90,14 +76,12 @@ def multiply_thin(
     p_x_scale = x_scale_ptr + o_t * x_scale_stride_t
     p_scale = scale_ptr + i_n * BLOCK_N // 128 * scale_stride_n
     b_acc = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
-    b_x_scale, w_scale = scales_of_step(p_x_scale, x_scale_stride_k, p_scale, first // 128, end // 128, m_t)
-    b_x_next, w_next = scales_of_step(p_x_scale, x_scale_stride_k, p_scale, first // 128 + 1, end // 128, m_t)
     for i_k in range(first // 128, end // 128):
         b_w = tl.load(p_w, mask=m_n[:, None], other=0.0)
         b_x = tl.load(p_x, mask=m_t[None, :], other=0.0)
-        b_scale = b_x_scale * w_scale.to(tl.float32)
-        b_x_scale, w_scale = b_x_next, w_next
-        b_x_next, w_next = scales_of_step(p_x_scale, x_scale_stride_k, p_scale, i_k + 2, end // 128, m_t)
+        b_scale = tl.load(p_x_scale + i_k * x_scale_stride_k, mask=m_t, other=0.0) * tl.load(p_scale + i_k).to(
+            tl.float32
+        )
         b_acc += tl.dot(b_w, b_x) * b_scale[None, :]
         p_x += 128
         p_w += 128
