@@ -7,6 +7,7 @@ results, bit for bit, and those differ from the plain kernel's by a unit in the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,14 @@ from torch import Tensor
 from triton_mixers import gated_delta_inputs
 
 from firstlight.ops.op import REGISTRY
-from firstlight.quant import FLOAT8_TOKENS, Emission, Packed
+from firstlight.quant import FLOAT8_BY_COLUMN, FLOAT8_BY_TOKEN, Emission, Format, Packed
 
-EMITTED = [Emission(FLOAT8_TOKENS, plain=False), Emission(FLOAT8_TOKENS, plain=True)]
+FORMS = (FLOAT8_BY_TOKEN, FLOAT8_BY_COLUMN)
+EMITTED = [
+    Emission(FLOAT8_BY_COLUMN, plain=False),
+    Emission(FLOAT8_BY_COLUMN, plain=True),
+    Emission(FLOAT8_BY_TOKEN, plain=False),
+]
 
 
 def assert_quantised(packed: Any, plain: Tensor, rows: slice = slice(None)) -> None:
@@ -25,8 +31,7 @@ def assert_quantised(packed: Any, plain: Tensor, rows: slice = slice(None)) -> N
     from firstlight.ops.linear.triton_quantise import quantised_tokens
 
     assert isinstance(packed, Packed)
-    expected = quantised_tokens(plain)
-    assert packed.format == expected.format == FLOAT8_TOKENS
+    expected = quantised_tokens(plain, packed.format)
     assert packed.shape == expected.shape == tuple(plain.shape)
     for name, part in expected.parts.items():
         ours = packed.parts[name]
@@ -46,6 +51,7 @@ ROUNDED_OTHERWISE = 1e-3
 
 def assert_same(packed: Any, plain: Tensor, emit: Emission, rows: slice = slice(None)) -> None:
     """A packed result against the plain kernel's; rows: of its tokens."""
+    assert packed.format == emit.format
     assert (packed.plain is not None) == emit.plain
     if not plain.is_cuda:
         assert_quantised(packed, plain, rows)
@@ -61,7 +67,9 @@ def assert_nearly_quantised(packed: Any, plain: Tensor, rows: slice) -> None:
     """Codes are those of the plain values but for a few, and all stand for the plain values as nearly as e4m3 can."""
     from firstlight.ops.linear.triton_quantise import quantised_tokens
 
-    codes, expected = (x.parts["data"][: len(plain)][rows].view(torch.uint8) for x in (packed, quantised_tokens(plain)))
+    codes, expected = (
+        x.parts["data"][: len(plain)][rows].view(torch.uint8) for x in (packed, quantised_tokens(plain, packed.format))
+    )
     assert (codes != expected).double().mean() <= ROUNDED_OTHERWISE
     wide = plain[rows].double()
     scale = packed.parts["scale"][: len(plain)][rows].double().repeat_interleave(128, 1)
@@ -121,15 +129,23 @@ def check_emitted_gated_delta(
 
 
 def check_packed_product(
-    run: Any, device: str, dtype: torch.dtype, tokens: int, rows: int, columns: int, bias: bool = False
+    run: Any,
+    forms: Sequence[Format],
+    device: str,
+    dtype: torch.dtype,
+    tokens: int,
+    rows: int,
+    columns: int,
+    bias: bool = False,
 ) -> None:
-    """A product of packed activations is that of plain ones, which it quantises itself."""
+    """A product of activations packed in either form is that of plain ones, which it quantises itself."""
     from firstlight.ops.linear.triton_quantise import quantised_tokens
 
     x = draw(tokens, columns, dtype=dtype, device=device)
     weight = fp8(draw(rows, columns, dtype=dtype, device=device, scale=columns**-0.5))
     added = draw(rows, dtype=dtype, device=device) if bias else None
     expected = run(x, weight, added)
-    actual = run(quantised_tokens(x), weight, added, dtype=dtype)
-    assert actual.shape == expected.shape
-    assert torch.equal(actual, expected)
+    for form in forms:
+        actual = run(quantised_tokens(x, form), weight, added, dtype=dtype)
+        assert actual.shape == expected.shape
+        assert torch.equal(actual, expected)

@@ -12,6 +12,7 @@ import torch
 from driver import answer, engine, prompts
 from emission_checks import (
     EMITTED,
+    FORMS,
     check_emitted_gated_delta,
     check_emitted_rows,
     check_packed_product,
@@ -23,14 +24,14 @@ from firstlight.ops.gated_delta import triton_chunked, triton_decode
 from firstlight.ops.handover import kept_plain
 from firstlight.ops.linear import torch_block_fp8, triton_block_fp8
 from firstlight.ops.op import sites
-from firstlight.quant import Emission
+from firstlight.quant import FLOAT8_BY_COLUMN, Emission
 from firstlight.scheduling.sampling import SamplingParams
 from firstlight.step import Bucket
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 BF16 = torch.bfloat16
-BOTH = pytest.mark.parametrize("emit", EMITTED, ids=["packed alone", "and plain"])
+EVERY_FORM = pytest.mark.parametrize("emit", EMITTED, ids=["packed alone", "and plain", "by token"])
 WIDE = {
     "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -39,20 +40,20 @@ WIDE = {
 BUCKETS = [Bucket(0, 4, 4, 1, 512, 4), Bucket(1, 40, 40, 1, 512, 40), Bucket(2, 400, 8, 320, 512, 400)]
 
 
-@BOTH
+@EVERY_FORM
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 128), (33, 384), (257, 2048), (40, 4096), (7, 5120), (2048, 2048)])
 def test_rows(tokens: int, columns: int, emit: Emission) -> None:
     check_emitted_rows("cuda", BF16, tokens, columns, emit)
 
 
-@BOTH
+@EVERY_FORM
 @pytest.mark.parametrize("requests", [2, 44, 45, 200])
 def test_decode(requests: int, emit: Emission) -> None:
     """Three heads a request: the last program of each normalises up to 44 requests, a kernel of its own for more."""
     check_emitted_gated_delta(triton_decode.run, emit, [1] * requests, "cuda", BF16, key_dim=128)
 
 
-@BOTH
+@EVERY_FORM
 @pytest.mark.parametrize("counts", [[5, 66], [1500], [130] * 20])
 def test_prefill(counts: list[int], emit: Emission) -> None:
     check_emitted_gated_delta(triton_chunked.run, emit, counts, "cuda", BF16, key_dim=128)
@@ -61,12 +62,12 @@ def test_prefill(counts: list[int], emit: Emission) -> None:
 @pytest.mark.parametrize("tokens", [2, 16, 31, 65, 300])
 @pytest.mark.parametrize(("rows", "columns"), [(130, 256), (2048, 4096), (12288, 2048)])
 def test_products(tokens: int, rows: int, columns: int) -> None:
-    check_packed_product(triton_block_fp8.run, "cuda", BF16, tokens, rows, columns, bias=True)
+    check_packed_product(triton_block_fp8.run, FORMS, "cuda", BF16, tokens, rows, columns, bias=True)
 
 
 @pytest.mark.parametrize("tokens", [256, 257, 1030])
 def test_products_of_torch(tokens: int) -> None:
-    check_packed_product(torch_block_fp8.run, "cuda", BF16, tokens, 384, 1024)
+    check_packed_product(torch_block_fp8.run, [FLOAT8_BY_COLUMN], "cuda", BF16, tokens, 384, 1024)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from firstlight.models import build_model
 from firstlight.models.activations import _LiveBytes
 from firstlight.models.walk import record
 from firstlight.ops.op import Call, sites
-from firstlight.quant import FLOAT8_TOKENS, Emission, Packed, scheme_of
+from firstlight.quant import FLOAT8_BY_COLUMN, Emission, Packed, scheme_of
 from firstlight.quant.activations import empty_packed
 from firstlight.step import Bucket
 
@@ -96,10 +96,10 @@ def forms(provider, call):
     yield call
     if provider.emits:
         for plain in (False, True):
-            yield replace(call, kwargs={**call.kwargs, "emit": Emission(FLOAT8_TOKENS, plain)})
+            yield replace(call, kwargs={**call.kwargs, "emit": Emission(FLOAT8_BY_COLUMN, plain)})
     if provider.wants is not None and provider.when(call) is None:
         x = call.args[0]
-        packed = empty_packed(x.shape, FLOAT8_TOKENS, "meta")
+        packed = empty_packed(x.shape, provider.wants, "meta")
         yield replace(call, args=(packed, *call.args[1:]), kwargs={**call.kwargs, "dtype": x.dtype})
 
 

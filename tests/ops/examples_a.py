@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from firstlight.parallel import Group
-from firstlight.quant import FLOAT8_TOKENS, Emission
+from firstlight.quant import FLOAT8_BY_COLUMN, Emission
 from firstlight.quant.activations import quantise
 from firstlight.quant.blocks import pack_blocks
 
-PACKED, BOTH = Emission(FLOAT8_TOKENS, plain=False), Emission(FLOAT8_TOKENS, plain=True)
+PACKED, BOTH = Emission(FLOAT8_BY_COLUMN, plain=False), Emission(FLOAT8_BY_COLUMN, plain=True)
 Example = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 ALONE = Group("tp")
 
@@ -127,7 +127,7 @@ EXAMPLES: dict[str, list[Example]] = {
             (pack_blocks(normal(3, 5), (1, 4), torch.float8_e4m3fn, torch.float32), normal(7, 5)),
             {"dtype": torch.bfloat16},
         ),
-        lambda: ((quantise(normal(16, 256), FLOAT8_TOKENS), normal(7, 256)), {"dtype": torch.bfloat16}),
+        lambda: ((quantise(normal(16, 256), FLOAT8_BY_COLUMN), normal(7, 256)), {"dtype": torch.bfloat16}),
     ],
     "silu_mul": [lambda: ((normal(3, 10),), {}), lambda: ((normal(3, 256),), {"emit": PACKED})],
     "sigmoid_mul": [

@@ -10,7 +10,7 @@ from ops.delta_inputs import export_rows, ints, poisoned, rule_inputs, starts
 from torch import Tensor
 
 from firstlight.ops.gated_delta_rule import DeltaLog
-from firstlight.quant import FLOAT8_TOKENS, Emission
+from firstlight.quant import FLOAT8_BY_COLUMN, Emission
 from firstlight.quant.blocks import pack_blocks
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -135,7 +135,7 @@ EXAMPLES: dict[str, list[Callable[[], Inputs]]] = {
     "gated_delta_rule": [lambda k=k, d=d: rule_example(k, d) for k in KINDS for d in DTYPES],
     "gated_delta": [
         *(lambda k=k, d=d: gated_delta_example(k, d) for k in KINDS for d in DTYPES),
-        lambda: gated_delta_example(KINDS[0], torch.bfloat16, 64, emit=Emission(FLOAT8_TOKENS, plain=False)),
+        lambda: gated_delta_example(KINDS[0], torch.bfloat16, 64, emit=Emission(FLOAT8_BY_COLUMN, plain=False)),
     ],
     "route": [
         *[lambda d=d: route_example(d, live=torch.tensor([3]), dtype=torch.bfloat16) for d in DTYPES],

@@ -17,9 +17,19 @@ from firstlight.models.activations import activation_bytes
 from firstlight.models.walk import bind_model
 from firstlight.ops.binding import Record, bind
 from firstlight.ops.handover import kept_plain
+from firstlight.ops.linear.torch_block_fp8 import LEAST_TOKENS
 from firstlight.ops.op import REGISTRY, Call, CallSite, Cost, Handover, Op, sites
 from firstlight.parallel import Mesh
-from firstlight.quant import FLOAT8_TOKENS, Emission, Format, Packed, emitted, empty_result, scheme_of
+from firstlight.quant import (
+    FLOAT8_BY_COLUMN,
+    FLOAT8_BY_TOKEN,
+    Emission,
+    Format,
+    Packed,
+    emitted,
+    empty_result,
+    scheme_of,
+)
 from firstlight.step import Bucket
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -30,7 +40,8 @@ BUCKETS = [
     Bucket(3, 8200, 16, 8192, 8192, 8),
 ]
 DECODE, MANY, PREFILL = 1, 2, 3
-PACKED, BOTH = Emission(FLOAT8_TOKENS, plain=False), Emission(FLOAT8_TOKENS, plain=True)
+PACKED, BOTH = Emission(FLOAT8_BY_COLUMN, plain=False), Emission(FLOAT8_BY_COLUMN, plain=True)
+THIN_PACKED, THIN_BOTH = Emission(FLOAT8_BY_TOKEN, plain=False), Emission(FLOAT8_BY_TOKEN, plain=True)
 
 
 def on(name):
@@ -85,23 +96,20 @@ def test_who_emits_what_on_an_h200(h200):
     """One token is a dot product of plain values. The norm before Gated DeltaNet has a reader in bfloat16, the one before a
     mixture no other."""
     assert emissions(h200, 0) == {}
-    common = {
-        "layers.*.mixer.mix.decode": PACKED,
-        "layers.*.mixer.gate": PACKED,
-    }
     for bucket in (DECODE, MANY, PREFILL):
+        packed, both = (PACKED, BOTH) if BUCKETS[bucket].tokens >= LEAST_TOKENS else (THIN_PACKED, THIN_BOTH)
+        mixers = ["mix.decode", "gate", *(["mix.prefill"] if bucket == PREFILL else [])]
         found = emissions(h200, bucket)
-        prefill = {"layers.*.mixer.mix.prefill": PACKED} if bucket == PREFILL else {}
         norms = {path: found.pop(path) for path in list(found) if "layernorm" in path}
-        assert found == common | prefill
+        assert found == {f"layers.*.mixer.{name}": packed for name in mixers}
         assert set(norms) == {"layers.*.input_layernorm.norm", "layers.*.input_layernorm.add_norm"}
         by_layer = [layer.input_layernorm.handover[bucket]["emit"] for layer in h200.layers]
-        assert by_layer == [BOTH, BOTH, BOTH, PACKED]
+        assert by_layer == [both, both, both, packed]
         assert not any(layer.post_attention_layernorm.handover[bucket] for layer in h200.layers)
 
 
 def test_readers_say_so_and_count_less_scratch_memory(h200):
-    for bucket in (DECODE, PREFILL):
+    for bucket, form in ((DECODE, FLOAT8_BY_TOKEN), (PREFILL, FLOAT8_BY_COLUMN)):
         found = noted(h200, bucket)
         for path in (
             "layers.0.mixer.in_proj_qkvz",
@@ -109,9 +117,9 @@ def test_readers_say_so_and_count_less_scratch_memory(h200):
             "layers.3.mixer.qkv_proj",
             "layers.3.mixer.o_proj",
         ):
-            assert found[f"{path}.product"] == f"reads {FLOAT8_TOKENS}"
+            assert found[f"{path}.product"] == f"reads {form}"
         assert found["layers.0.mixer.in_proj_ba.product"] == ""
-        assert found["layers.0.input_layernorm.norm"] == f"gives {FLOAT8_TOKENS} and plain values"
+        assert found["layers.0.input_layernorm.norm"] == f"gives {form} and plain values"
     product = dict(sites(h200))["layers.0.mixer.in_proj_qkvz.product"]
     scales = h200.get_submodule("layers.0.mixer.in_proj_qkvz").weight.parts["scale"].numel()
     assert product.choices[PREFILL].provider == "torch_block_fp8"
@@ -136,12 +144,12 @@ def test_dense_layers_and_other_gpus():
     for name in ("h200", "mi355x"):
         found = emissions(bound(float8_config(), on(name)), DECODE)
         assert found == {
-            "layers.*.input_layernorm.norm": BOTH,
-            "layers.*.input_layernorm.add_norm": PACKED,
-            "layers.*.mixer.mix.decode": PACKED,
-            "layers.*.mixer.gate": PACKED,
-            "layers.*.post_attention_layernorm.add_norm": PACKED,
-            "layers.*.mlp.activation": PACKED,
+            "layers.*.input_layernorm.norm": THIN_BOTH,
+            "layers.*.input_layernorm.add_norm": THIN_PACKED,
+            "layers.*.mixer.mix.decode": THIN_PACKED,
+            "layers.*.mixer.gate": THIN_PACKED,
+            "layers.*.post_attention_layernorm.add_norm": THIN_PACKED,
+            "layers.*.mlp.activation": THIN_PACKED,
         }
 
 
@@ -150,7 +158,7 @@ def test_ranks_share_what_they_can():
     model = bound(hybrid(), on("h200"), tp=2)
     choice = dict(sites(model))["layers.1.input_layernorm.add_norm"].choices[PREFILL]
     assert choice.provider == "parts"
-    assert choice.handover == f"gives {FLOAT8_TOKENS} and plain values"
+    assert choice.handover == f"gives {FLOAT8_BY_COLUMN} and plain values"
     assert emissions(model, PREFILL)["layers.*.mixer.gate"] == PACKED
 
 
@@ -167,7 +175,7 @@ def test_who_cannot_emit_gives_plain_values_and_says_why(override, path, reason)
     model = bound(hybrid(), on("h200"), overrides=[override])
     site = dict(sites(model))[path]
     assert site.gives[PREFILL] == {}
-    assert site.choices[PREFILL].handover == f"gives plain values, and {FLOAT8_TOKENS} is wanted: {reason}"
+    assert site.choices[PREFILL].handover == f"gives plain values, and {FLOAT8_BY_COLUMN} is wanted: {reason}"
     assert all(noted(model, PREFILL)[f"{reader}.product"] == "" for reader in readers_of(path))
 
 
@@ -185,7 +193,7 @@ def ops():
     reads = Op("test_reads", lambda x, weight: x, abstract=lambda x, weight: x, cost=cost)
     reads.provide("plain", lambda x, weight: x)
     reads.provide(
-        "fast", lambda x, weight: x, rank=2, wants=FLOAT8_TOKENS,
+        "fast", lambda x, weight: x, rank=2, wants=FLOAT8_BY_COLUMN,
         when=lambda call: None if call.args[0].shape[0] > 2 else "serves more than two",
     )  # fmt: skip
     yield makes, reads
@@ -218,13 +226,13 @@ FLOAT8_WEIGHT = Packed(
 
 
 def test_readers_with_packed_weights_have_to_agree(ops):
-    assert handed_over(ops, 4, [FLOAT8_WEIGHT], emits=True) == ([{"emit": PACKED}], f"gives {FLOAT8_TOKENS}")
+    assert handed_over(ops, 4, [FLOAT8_WEIGHT], emits=True) == ([{"emit": PACKED}], f"gives {FLOAT8_BY_COLUMN}")
 
 
 def test_others_get_plain_values_beside(ops):
     found, text = handed_over(ops, 4, [PLAIN_WEIGHT, FLOAT8_WEIGHT, FLOAT8_WEIGHT], emits=True)
     assert found == [{"emit": BOTH}]
-    assert text == f"gives {FLOAT8_TOKENS} and plain values"
+    assert text == f"gives {FLOAT8_BY_COLUMN} and plain values"
 
 
 def test_a_tensor_that_no_packed_weight_meets_stays_plain(ops):
@@ -245,7 +253,7 @@ def test_a_reader_that_wants_plain_values_in_a_bucket_gets_them(ops):
 def test_a_provider_that_cannot_emit_says_why(ops, provider, reason):
     found, text = handed_over(ops, 4, [FLOAT8_WEIGHT], **provider)
     assert found == [{}]
-    assert text == f"gives plain values, and {FLOAT8_TOKENS} is wanted: {reason}"
+    assert text == f"gives plain values, and {FLOAT8_BY_COLUMN} is wanted: {reason}"
 
 
 def test_plans_of_memory_count_what_is_handed_over(h200):

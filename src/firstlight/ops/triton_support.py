@@ -18,7 +18,7 @@ import torch
 from firstlight.hardware import Hardware
 from firstlight.hardware.detect import GLUON_RELEASE
 from firstlight.ops.op import Call, Op
-from firstlight.quant import E4M3FNUZ, FLOAT8_TOKENS, Packed
+from firstlight.quant import E4M3FNUZ, FLOAT8_BY_COLUMN, FLOAT8_BY_TOKEN, Packed
 from firstlight.quant.activations import GROUP
 
 FNUZ_ARCHITECTURES = ("gfx940", "gfx941", "gfx942")
@@ -67,8 +67,8 @@ def cannot_emit(call: Call, columns: int, dimensions: int = 2) -> str | None:
     emit = call.kwargs.get("emit")
     if emit is None:
         return None
-    if emit.format != FLOAT8_TOKENS:
-        return f"emits {FLOAT8_TOKENS}, not {emit.format}"
+    if emit.format not in (FLOAT8_BY_TOKEN, FLOAT8_BY_COLUMN):
+        return f"emits {FLOAT8_BY_TOKEN} and {FLOAT8_BY_COLUMN}, not {emit.format}"
     if call.hardware.architecture in FNUZ_ARCHITECTURES:
         return f"emits float8_e4m3fn, and {call.hardware.architecture} multiplies e4m3fnuz"
     if dimensions != 2:

@@ -1,6 +1,13 @@
 """Formats of stored numbers: pack, unpack, bytes; quantisation schemes as checkpoints declare them."""
 
-from firstlight.quant.activations import FLOAT8_TOKENS, Emission, emitted, empty_result, result_bytes
+from firstlight.quant.activations import (
+    FLOAT8_BY_COLUMN,
+    FLOAT8_BY_TOKEN,
+    Emission,
+    emitted,
+    empty_result,
+    result_bytes,
+)
 from firstlight.quant.fnuz import E4M3FNUZ
 from firstlight.quant.format import PLAIN, Format, Packed, Weight, dtype_name, format_of, nbytes, plain
 from firstlight.quant.layouts import LAYOUTS, Layout, register_layout, repack, unpack
@@ -8,7 +15,8 @@ from firstlight.quant.scheme import SCALE_SUFFIX, BlockFp8, GgufBlocks, Scheme, 
 
 __all__ = [
     "E4M3FNUZ",
-    "FLOAT8_TOKENS",
+    "FLOAT8_BY_COLUMN",
+    "FLOAT8_BY_TOKEN",
     "LAYOUTS",
     "PLAIN",
     "SCALE_SUFFIX",

@@ -27,8 +27,10 @@ LEAST = 1e-10
 LAYOUT_NAME = "scale_columns"
 """data [R, K] row-major, scale [R, K / 128] with the scales of a column side by side; R is T rounded up to 16, and rows from T
 on hold anything."""
-FLOAT8_TOKENS = Format("float8_e4m3fn", (1, GROUP), "float32", LAYOUT_NAME)
-"""What block-scaled FP8 products read."""
+FLOAT8_BY_TOKEN = Format("float8_e4m3fn", (1, GROUP), "float32")
+"""The scales of a token lie side by side: a thin product's program has all of them in its nearest cache from its first step on."""
+FLOAT8_BY_COLUMN = FLOAT8_BY_TOKEN.with_layout(LAYOUT_NAME)
+"""What cuBLASLt reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,19 @@ class Emission:
 
 
 def empty_packed(shape: Sequence[int], form: Format, device: torch.device | str) -> Packed:
-    """Room for a tensor [T, K] in `FLOAT8_TOKENS`, uninitialised. Raises ValueError for another format, or columns that groups don't fill."""
+    """Room for a tensor [T, K], uninitialised, in `FLOAT8_BY_TOKEN` or `FLOAT8_BY_COLUMN`.
+
+    Raises ValueError for another format, or columns that groups don't fill.
+    """
     tokens, columns = shape
-    if form != FLOAT8_TOKENS or columns % GROUP:
-        raise ValueError(f"activations are packed as {FLOAT8_TOKENS} in whole groups, not {columns} columns as {form}")
+    if form not in (FLOAT8_BY_TOKEN, FLOAT8_BY_COLUMN) or columns % GROUP:
+        raise ValueError(
+            f"activations are packed as {FLOAT8_BY_TOKEN} in whole groups, not {columns} columns as {form}"
+        )
+    if form == FLOAT8_BY_TOKEN:
+        data = torch.empty((tokens, columns), dtype=form.torch_dtype, device=device)
+        scale = torch.empty((tokens, columns // GROUP), dtype=torch.float32, device=device)
+        return Packed({"data": data, "scale": scale}, form, (tokens, columns))
     rows = -(-tokens // TOKENS_TOGETHER) * TOKENS_TOGETHER
     data = torch.empty((rows, columns), dtype=form.torch_dtype, device=device)
     scale = torch.empty_strided((rows, columns // GROUP), (1, rows), dtype=torch.float32, device=device)
@@ -87,7 +98,7 @@ def quantise(x: Tensor, form: Format) -> Packed:
 
 
 def concatenate_packed(pieces: Sequence[Packed]) -> Packed:
-    """The tokens of several tensors [T, K] in `FLOAT8_TOKENS`, one after another."""
+    """The tokens of several tensors [T, K] in one of the two formats, one after another."""
     first = pieces[0]
     columns = first.shape[1]
     tokens = sum(piece.shape[0] for piece in pieces)
@@ -97,11 +108,14 @@ def concatenate_packed(pieces: Sequence[Packed]) -> Packed:
         plain = first.plain.new_empty((tokens, columns)) if first.plain.is_meta else torch.cat(kept)
     if first.parts["data"].is_meta:
         return replace(empty_packed((tokens, columns), first.format, first.device), plain=plain)
-    # Behind the last token may be any rows, as nobody reads what comes of them: the first of the largest piece serve.
-    largest = max(pieces, key=lambda piece: piece.shape[0])
-    parts = [(piece, piece.shape[0]) for piece in pieces] + [(largest, -tokens % TOKENS_TOGETHER)]
+    parts = [(piece, piece.shape[0]) for piece in pieces]
+    if first.format == FLOAT8_BY_TOKEN:
+        scale = torch.cat([piece.parts["scale"] for piece in pieces])
+    else:
+        # Behind the last token may be any rows, as nobody reads what comes of them: the first of the largest piece serve.
+        parts.append((max(pieces, key=lambda piece: piece.shape[0]), -tokens % TOKENS_TOGETHER))
+        scale = torch.cat([piece.parts["scale"].t()[:, :count] for piece, count in parts], dim=1).t()
     data = torch.cat([piece.parts["data"].view(torch.uint8)[:count] for piece, count in parts])
-    scale = torch.cat([piece.parts["scale"].t()[:, :count] for piece, count in parts], dim=1).t()
     return Packed({"data": data.view(first.format.torch_dtype), "scale": scale}, first.format, (tokens, columns), plain)
 
 
@@ -119,9 +133,8 @@ def _unpack(x: Packed) -> Packed:
 
 
 def _accepts(form: Format, shape: tuple[int, ...]) -> str | None:
-    wanted = FLOAT8_TOKENS.with_layout(PLAIN)
-    if form != wanted or len(shape) != 2 or shape[1] % GROUP:
-        return f"arranges {wanted} of tokens with columns in whole groups, not {form} of {shape}"
+    if form != FLOAT8_BY_TOKEN or len(shape) != 2 or shape[1] % GROUP:
+        return f"arranges {FLOAT8_BY_TOKEN} of tokens with columns in whole groups, not {form} of {shape}"
     return None
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from firstlight.ops.linear import torch_block_fp8, torch_plain, triton_block_fp8, triton_skinny
 from firstlight.ops.op import Cost, Op, Shape
 from firstlight.ops.triton_support import provide_fp8
-from firstlight.quant import FLOAT8_TOKENS, Packed, Weight, unpack
+from firstlight.quant import FLOAT8_BY_COLUMN, FLOAT8_BY_TOKEN, Packed, Weight, unpack
 
 
 def body(x: Weight, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -56,7 +56,7 @@ linear.provide(
     when=torch_block_fp8.when,
     rank=5,
     workspace=torch_block_fp8.workspace,
-    wants=FLOAT8_TOKENS,
+    wants=FLOAT8_BY_COLUMN,
 )
 provide_fp8(linear, "triton_skinny", triton_skinny.run, when=triton_skinny.when, weights=("weight",), rank=3)
 provide_fp8(
@@ -67,5 +67,5 @@ provide_fp8(
     weights=("weight",),
     rank=4,
     workspace=triton_block_fp8.workspace,
-    wants=FLOAT8_TOKENS,
+    wants=FLOAT8_BY_TOKEN,
 )

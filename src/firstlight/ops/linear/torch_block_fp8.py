@@ -10,7 +10,7 @@ from torch import Tensor
 
 from firstlight.ops.linear import triton_block_fp8
 from firstlight.ops.op import Call
-from firstlight.quant import Packed, Weight
+from firstlight.quant import FLOAT8_BY_COLUMN, Packed, Weight
 
 SCALE_COLUMNS = 4
 """cuBLASLt reads rows of weight scales in fours."""
@@ -24,6 +24,8 @@ def when(call: Call) -> str | None:
         return reason
     x, weight = call.args[:2]
     bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
+    if isinstance(x, Packed) and x.format != FLOAT8_BY_COLUMN:
+        return f"reads activations packed as {FLOAT8_BY_COLUMN}, not {x.format}"
     if call.hardware.architecture != "sm_90":
         return f"serves sm_90, not {call.hardware.architecture}"
     given = call.kwargs.get("dtype") or (None if isinstance(x, Packed) else x.dtype)
@@ -46,7 +48,7 @@ def run(x: Weight, weight: Packed, bias: Tensor | None = None, *, dtype: torch.d
     from firstlight.ops.linear.triton_quantise import quantised_tokens
 
     if not isinstance(x, Packed):
-        x = quantised_tokens(x if x.stride(1) == 1 else x.contiguous())
+        x = quantised_tokens(x if x.stride(1) == 1 else x.contiguous(), FLOAT8_BY_COLUMN)
     tokens, rows = x.shape[0], x.parts["data"]
     data, scale = weight.parts["data"], weight.parts["scale"].float()
     y = torch._scaled_mm(rows, data.t(), scale_a=x.parts["scale"], scale_b=scale.t(), out_dtype=torch.bfloat16)

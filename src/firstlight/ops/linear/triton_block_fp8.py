@@ -13,12 +13,12 @@ from torch import Tensor
 from firstlight.ops.linear.triton_skinny import weight_refusal
 from firstlight.ops.op import Call
 from firstlight.ops.triton_support import unavailable
-from firstlight.quant import FLOAT8_TOKENS, Packed, Weight, format_of, plain
+from firstlight.quant import FLOAT8_BY_COLUMN, FLOAT8_BY_TOKEN, Packed, Weight, format_of, plain
 
 BLOCK = 128
 MOST_CUT, MOST_PARTS, PARTIAL_BYTES = 512, 8, 8 << 20
 """Tokens up to which K may be cut, into how many parts at most, and bounds of their sums: some 160 tiles in float32."""
-READ = (plain(torch.bfloat16), plain(torch.float16), FLOAT8_TOKENS)
+READ = (plain(torch.bfloat16), plain(torch.float16), FLOAT8_BY_TOKEN, FLOAT8_BY_COLUMN)
 """Formats of activations."""
 LEAST_TOKENS = 2
 """One token is quicker as a dot product, without being quantised."""

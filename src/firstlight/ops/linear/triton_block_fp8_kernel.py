@@ -119,7 +119,7 @@ NARROW, LEAST_WIDE = read_tiles(__file__, "triton_block_fp8_narrow_tiles.json"),
 
 
 def product(x: Weight, weight: Packed, bias: Tensor | None, dtype: torch.dtype, **tuning: int) -> Tensor:
-    """x [T, K], columns adjacent, or packed in `FLOAT8_TOKENS`. tuning: entries of `TILES` to replace."""
+    """x [T, K], columns adjacent, or packed. tuning: entries of `TILES` to replace."""
     tokens, columns = x.shape
     rows = weight.shape[0]
     data, scale = weight.parts["data"], weight.parts["scale"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
 from firstlight.ops.triton_support import cdiv, power_of_two
-from firstlight.quant import FLOAT8_TOKENS, Packed, Weight
+from firstlight.quant import Format, Packed, Weight
 from firstlight.quant.activations import empty_packed
 
 LEAST = tl.constexpr(1e-10)
@@ -67,7 +67,7 @@ def store_packed(
     b_y, first, rows, column, columns, data_ptr, scale_ptr, scale_stride_t, scale_stride_k,
     HEADS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Stores part of a result as `FLOAT8_TOKENS`, quantised.
+    """Stores part of a result quantised, its scales where the strides say.
 
     The result is [rows, columns] with HEADS rows a token; b_y is its part from row `first` and column `column` on, BLOCK_R x BLOCK_D
     values that are rounded to the result's dtype. Columns are in whole groups.
@@ -108,9 +108,9 @@ def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return y, scale
 
 
-def quantised_tokens(x: Tensor) -> Packed:
-    """x [T, K], columns adjacent -> the same in `FLOAT8_TOKENS`."""
-    packed = empty_packed(x.shape, FLOAT8_TOKENS, x.device)
+def quantised_tokens(x: Tensor, form: Format) -> Packed:
+    """x [T, K], columns adjacent -> the same in `FLOAT8_BY_TOKEN` or `FLOAT8_BY_COLUMN`."""
+    packed = empty_packed(x.shape, form, x.device)
     _quantise(x, packed.parts["data"], packed.parts["scale"])
     return packed
 
