@@ -1,6 +1,6 @@
-"""One side of `hosts.py`: SGLang's offline engine in a process of its own, with Firstlight's classes or with SGLang's.
+"""One side of `hosts.py`: a host's offline engine in a process of its own, with Firstlight's classes or with the host's.
 
-`run_side` starts this file as a process, which starts the engine, says so, and waits: only when SGLang's log has said whose
+`run_side` starts this file as a process, which starts the engine, says so, and waits: only when the host's log has said whose
 class serves is it told to go on. What it finds it says at once, so a side that is stopped has said what it had.
 """
 
@@ -21,11 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from host_engines import HOSTS, Engine
+
 PLUGIN, PLAIN = "plugin", "plain"
 TOLD = 3
-"""File descriptor of what a side says; what SGLang's processes print goes to the log."""
-SERVES = re.compile(r"Firstlight \S+ serves \S+: model_type")
-DECLINES = re.compile(r"SGLang's own class serves .*")
+"""File descriptor of what a side says; what the host's processes print goes to the log."""
 DECODING = re.compile(r"Decode batch.*#running-req: (\d+),.*gen throughput \(token/s\): ([\d.]+)")
 SETTLE_SECONDS = 3.0
 """A GPU's memory is free again a moment after its process has gone."""
@@ -38,13 +38,13 @@ NEW_TOKENS, ALTERNATIVES = 64, 20
 
 
 def serve(job: dict[str, Any]) -> None:
-    """Start the engine and do what the job says. job: "flags" of the engine, "do", and what that takes."""
-    import sglang
+    """Start the engine and do what the job says. job: "host", "flags" of its engine, "do", and what that takes."""
     import torch
 
     start = time.perf_counter()
-    engine = sglang.Engine(**job["flags"])
-    say("ready", seconds=time.perf_counter() - start, sglang=sglang.__version__, torch=torch.__version__)
+    engine = HOSTS[job["host"]].engine(job["flags"])
+    seconds = time.perf_counter() - start
+    say("ready", seconds=seconds, host=job["host"], version=engine.version, torch=torch.__version__)
     if sys.stdin.readline() == "go\n":
         {"time": time_engine, "answer": answer}[job["do"]](engine, job)
     engine.shutdown()
@@ -58,7 +58,7 @@ def say(kind: str, **values: Any) -> None:
         print(json.dumps({"kind": kind, **values}), file=told)
 
 
-def time_engine(engine: Any, job: dict[str, Any]) -> None:
+def time_engine(engine: Engine, job: dict[str, Any]) -> None:
     """First tokens and decode steps; times in milliseconds.
 
     job: "vocabulary", "temperature"; lengths of "prompts" for first tokens; "batch" sizes, their "context" and "rounds".
@@ -69,11 +69,10 @@ def time_engine(engine: Any, job: dict[str, Any]) -> None:
 
     def run(batch: int, prompt: int, new: int) -> float:
         ids = [[draw.randrange(low, high) for _ in range(prompt)] for _ in range(batch)]
-        sampling = {"temperature": job["temperature"], "max_new_tokens": new, "ignore_eos": True}
         start = time.perf_counter()
-        answers = engine.generate(input_ids=ids, sampling_params=sampling)
+        answers = engine.generate(ids, job["temperature"], new)
         elapsed = time.perf_counter() - start
-        counts = {len(one["output_ids"]) for one in answers}
+        counts = {len(one) for one in answers}
         if counts != {new}:
             raise SystemExit(f"{batch} requests of {new} tokens gave {sorted(counts)}")
         return elapsed * 1e3
@@ -90,15 +89,15 @@ def time_engine(engine: Any, job: dict[str, Any]) -> None:
         for _ in range(1 if large else job["rounds"]):
             short = run(batch, job["context"], SHORT)
             steps.append((run(batch, job["context"], LONG) - short) / (LONG - SHORT))
-            say("decode", batch=batch, ms=statistics.median(steps), all_ms=steps)
+            say("decode", batch=batch, ms=statistics.median(steps), all_ms=steps, steady_ms=engine.steady_ms)
 
 
 def answer(engine: Any, job: dict[str, Any]) -> None:
-    """Greedy answers to the job's "prompts" at once, and then to each with its answer and three tokens more."""
+    """SGLang's greedy answers to the job's "prompts" at once, and then to each with its answer and three tokens more."""
     prompts = job["prompts"]
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     for _ in range(2):
-        told = engine.generate(
+        told = engine.engine.generate(
             input_ids=prompts, sampling_params=sampling, return_logprob=True, top_logprobs_num=ALTERNATIVES
         )
         answers = [one["output_ids"] for one in told]
@@ -119,18 +118,18 @@ def run_side(
     heard: Callable[[dict[str, Any]], None],
     environment: dict[str, str] | None = None,
 ) -> None:
-    """Do a job in a fresh process; `heard` gets what it says. SGLang's log goes to `log`.
+    """Do a job in a fresh process; `heard` gets what it says. The host's log goes to `log`.
 
-    side: whose classes. Raises SystemExit if others serve, or the process fails or takes longer than `seconds`.
+    side: whose classes. job: as `serve` takes it, with the number of "ranks". Raises SystemExit if others serve, or the process fails or takes longer than `seconds`.
     """
     switch = {"FIRSTLIGHT_PLUGIN": "on" if side == PLUGIN else "off", "PYTHONUNBUFFERED": "1"}
     late = threading.Event()
-    wanted = job["flags"].get("tp_size", 1) if side == PLUGIN else 0
+    host, wanted = HOSTS[job["host"]], job["ranks"] if side == PLUGIN else 0
     with (
         log.open("w") as file,
         subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), json.dumps(job)],
-            env={**os.environ, **switch, **(environment or {})},
+            env={**os.environ, **switch, **host.environment, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=file,
@@ -146,14 +145,14 @@ def run_side(
             for line in process.stdout:
                 told = json.loads(line)
                 if told["kind"] == "ready":
-                    if (serving := len(SERVES.findall(log.read_text()))) != wanted:
-                        declined = "".join(DECLINES.findall(log.read_text())[:1])
+                    if (serving := len(host.serves.findall(log.read_text()))) != wanted:
+                        declined = "".join(host.declines.findall(log.read_text())[:1])
                         raise SystemExit(
                             f"{side}: Firstlight's class serves on {serving} ranks, not on {wanted}. {declined} ({log})"
                         )
                     process.stdin.write("go\n")
                     process.stdin.flush()
-                elif told["kind"] == "decode":
+                elif told["kind"] == "decode" and told["steady_ms"] is None:
                     told["steady_ms"] = steady_milliseconds(log.read_text(), told["batch"])
                 heard(told)
         finally:

@@ -1,11 +1,11 @@
-"""A model inside SGLang, by SGLang's own classes and by Firstlight's: decode steps and first tokens, with the same flags.
+"""A model inside SGLang or vLLM, by the host's own class and by Firstlight's: decode steps and first tokens, with the same flags.
 
-    python benchmarks/hosts.py MODEL_FOLDER --json hosts.json
+    python benchmarks/hosts.py MODEL_FOLDER --host vllm --json hosts.json
 
-Each side is SGLang's offline engine in a fresh process, one after the other, with random weights (`--load-format dummy`); before
-anything is timed, SGLang's log has to say whose class serves. For each batch size B, B random prompts of `--context` tokens
-are answered with 8 and with 136 tokens; a decode step is the difference divided by 128, and "steady" what follows from the
-tokens/s that SGLang logs while B requests decode. A first token is of one prompt alone, the median of five. Tokens are drawn
+Each side is the host's offline engine in a fresh process, one after the other, with random weights (`--load-format dummy`); before
+anything is timed, the host's log has to say whose class serves. For each batch size B, B random prompts of `--context` tokens
+are answered with 8 and with 136 tokens; a decode step is the difference divided by 128. "Steady" is a step while B requests
+decode: in vLLM the median time between two steps' tokens, in SGLang what follows from the tokens/s that it logs. A first token is of one prompt alone, the median of five. Tokens are drawn
 at temperature 1: greedily, random weights lead requests to the same few tokens, and so to the same experts.
 
     python benchmarks/hosts.py tests/tiny_configs/qwen3_5_moe_text.json --tokens --tp 2
@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from host_engines import HOSTS
 from host_side import PLAIN, PLUGIN, run_side
 
 FLAGS: dict[str, Any] = {
@@ -53,6 +54,18 @@ TIMING: dict[str, Any] = {
     # SGLang's own classes run prompts in graphs. These hold what is timed; the many others would only delay the start.
     "cuda_graph_bs_prefill": [4096, 8192, 16384],
 }
+VLLM_TIMING: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "seed": 0,
+    "load_format": "dummy",
+    "language_model_only": True,
+    "enable_prefix_caching": False,
+    "gpu_memory_utilization": 0.85,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 16384,
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128],
+}
+"""Of vLLM, as `TIMING` is of SGLang."""
 TOKENS: dict[str, Any] = {
     "mem_fraction_static": 0.3,
     "max_total_tokens": 16384,
@@ -81,10 +94,17 @@ def compare_speed(arguments: argparse.Namespace, folder: Path) -> list[str]:
         model.mkdir()
         shutil.copy(arguments.model, model / "config.json")
     config = json.loads((model / "config.json").read_text())
-    flags = {**FLAGS, **TIMING, "model_path": str(model), **flags_of_ranks(arguments.tp), **arguments.flag}
+    host, ranks = HOSTS[arguments.host], arguments.tp
+    if arguments.host == "vllm":
+        flags = {**VLLM_TIMING, "tensor_parallel_size": ranks}
+    else:
+        flags = {**FLAGS, **TIMING, **flags_of_ranks(ranks)}
+    flags |= {host.model: str(model), **arguments.flag}
     job = {
         "do": "time",
+        "host": arguments.host,
         "flags": flags,
+        "ranks": ranks,
         "vocabulary": config.get("text_config", config)["vocab_size"],
         "prompts": arguments.prompts,
         "batch": arguments.batch,
@@ -107,7 +127,7 @@ def compare_speed(arguments: argparse.Namespace, folder: Path) -> list[str]:
                 arguments.json.write_text(json.dumps(result, indent=1))
 
         try:
-            run_side(side, job, arguments.logs / f"sglang-{side}.log", arguments.seconds, heard)
+            run_side(side, job, arguments.logs / f"{arguments.host}-{side}.log", arguments.seconds, heard)
         except SystemExit as error:  # the other side's figures are worth having all the same
             failures.append(str(error))
             print(error, file=sys.stderr, flush=True)
@@ -128,7 +148,7 @@ def take(told: dict[str, Any], found: dict[str, Any]) -> None:
 
 def table(sides: dict[str, Any], arguments: argparse.Namespace) -> str:
     """Both sides as Markdown; a ratio above 1 means that Firstlight is faster."""
-    lines = ["| ms | SGLang's class | Firstlight's | ratio |", "|---|---|---|---|"]
+    lines = [f"| ms | {HOSTS[arguments.host].name}'s class | Firstlight's | ratio |", "|---|---|---|---|"]
 
     def row(what: str, part: str, size: int, field: str) -> None:
         plain, plugin = (sides.get(side, {}).get(part, {}).get(str(size), {}).get(field) for side in (PLAIN, PLUGIN))
@@ -153,7 +173,8 @@ def compare_tokens(arguments: argparse.Namespace, folder: Path) -> list[str]:
         flags |= {"dtype": dtype, **arguments.flag}
         answered: dict[int, list[dict[str, Any]]] = {}
         for ranks in dict.fromkeys((1, arguments.tp)):
-            job = {"do": "answer", "flags": {**flags, **flags_of_ranks(ranks)}, "prompts": prompts}
+            job = {"do": "answer", "host": "sglang", "flags": {**flags, **flags_of_ranks(ranks)}, "ranks": ranks}
+            job["prompts"] = prompts
             rounds = answered[ranks] = []
             heard: Callable[[dict[str, Any]], None] = lambda told, rounds=rounds: (  # noqa: E731
                 rounds.append(told) if told["kind"] == "answers" else None
@@ -226,7 +247,7 @@ def flag(text: str) -> tuple[str, Any]:
     """NAME=VALUE, the value as JSON if it is any, else as it stands. Raises ArgumentTypeError without a `=`."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}: say NAME=VALUE, with a name of SGLang's options (tp_size=2)")
+        raise argparse.ArgumentTypeError(f"{text!r}: say NAME=VALUE, with a name of the host's options (dtype=float16)")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
@@ -243,7 +264,10 @@ def commit() -> str:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="folder that SGLang can start from without weights, or a config.json")
+    parser.add_argument(
+        "model", type=Path, help="folder that the host can start from without weights, or a config.json"
+    )
+    parser.add_argument("--host", default="sglang", choices=list(HOSTS))
     parser.add_argument("--sides", nargs="*", default=[PLAIN, PLUGIN], choices=[PLAIN, PLUGIN])
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--context", type=int, default=4096)
@@ -253,16 +277,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of a batch whose prompts have 2^18 tokens at most")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tp", type=int, default=1, help="ranks")
-    parser.add_argument("--tokens", action="store_true", help="compare answers on one rank and on --tp")
+    parser.add_argument("--tokens", action="store_true", help="compare SGLang's answers on one rank and on --tp")
     parser.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"], choices=list(TIES), help="of --tokens")
-    parser.add_argument("--flag", type=flag, action="append", default=[], help="NAME=VALUE for SGLang, over those here")
     parser.add_argument(
-        "--seconds", type=float, default=1800.0, help="for each start of SGLang, with what is run in it"
+        "--flag", type=flag, action="append", default=[], help="NAME=VALUE for the host, over those here"
     )
-    parser.add_argument("--logs", type=Path, default=Path(), help="folder for SGLang's logs")
+    parser.add_argument(
+        "--seconds", type=float, default=1800.0, help="for each start of the host, with what is run in it"
+    )
+    parser.add_argument("--logs", type=Path, default=Path(), help="folder for the host's logs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     arguments.flag = dict(arguments.flag)
+    if arguments.tokens and arguments.host != "sglang":
+        parser.error("--tokens compares answers inside SGLang alone")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the side is ended as well
     with tempfile.TemporaryDirectory() as folder:
         failures = (compare_tokens if arguments.tokens else compare_speed)(arguments, Path(folder))

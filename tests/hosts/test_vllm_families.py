@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hosts.answers import NEW_TOKENS, check_equal, native, prompts
-from hosts.vllm_runs import Outcome, run
+from hosts.vllm_runs import Outcome, need, run
 from reference import reference_model, save_checkpoint
 
 pytestmark = pytest.mark.timeout(900)
@@ -17,8 +17,9 @@ STEP_TOKENS = 64
 """Many prompts are longer, so that they are prefilled in chunks."""
 DENSE: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 60}
 # vLLM makes the blocks of these large enough for a state (32 tokens), or leaves them at 128 tokens.
-HYBRID: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 60}
-LARGE_BLOCKS: dict[str, Any] = {"num_gpu_blocks_override": 40}
+# Version 0.26 caches prefixes of hybrid models where it is asked to.
+HYBRID: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 60, "enable_prefix_caching": True}
+LARGE_BLOCKS: dict[str, Any] = {"num_gpu_blocks_override": 40, "enable_prefix_caching": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": DENSE,
     "smollm2": {"block_size": 1, "num_gpu_blocks_override": 900},
@@ -45,6 +46,7 @@ class Family:
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     """All prompts at once; then the long ones, and at last these with a few tokens more, which find their prefixes cached."""
+    need(request.param)
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = save_checkpoint(request.param, folder / "checkpoint")
     everything = prompts()

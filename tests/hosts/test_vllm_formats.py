@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import quantise_checkpoint
 from hosts.answers import NEW_TOKENS, check_equal, native, prompts
-from hosts.vllm_runs import run
+from hosts.vllm_runs import need, run
 from reference import reference_model, save_checkpoint
 
 pytestmark = pytest.mark.timeout(900)
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 def test_an_fp8_checkpoint_is_served(name: str, scale: torch.dtype, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
+    need(name)
     checkpoint = tmp_path / "checkpoint"
     plain = quantise_checkpoint(checkpoint, name, (32, 16), scale)
     given = prompts()

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 from hosts.answers import check_greedy, native, prompts
-from hosts.vllm_runs import ENVIRONMENT
+from hosts.vllm_runs import ENVIRONMENT, need
 from reference import reference_model, save_checkpoint
 
 pytestmark = pytest.mark.timeout(900)
@@ -52,6 +52,7 @@ def add_tokenizer(checkpoint: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    need(FAMILY)
     folder = tmp_path_factory.mktemp("server")
     checkpoint, log = save_checkpoint(FAMILY, folder / "checkpoint"), folder / "log"
     add_tokenizer(checkpoint)

@@ -38,6 +38,7 @@ def main() -> None:
     model, result = sys.argv[1:]
     os.environ["FIRSTLIGHT_PLUGIN"] = "off"
     first = answer(model)
+    import vllm.model_executor.layers.mamba.abstract  # noqa: F401  (0.26 loads it for hybrid models only)
     from vllm import ModelRegistry
 
     import firstlight.plugin.vllm as plugin

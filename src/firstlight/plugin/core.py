@@ -190,9 +190,11 @@ class HostedModel(torch.nn.Module):
                 raise ValueError(f"{path}.{name}: its last dimension must be dense; its strides are {tensor.stride()}")
         self._modules_by_path[path].bind_cache(tensors)
 
-    def bind_null(self) -> None:
-        """Give every module the null page and slot alone, for steps before the host has allocated memory."""
+    def bind_null(self, *paths: str) -> None:
+        """Give the modules at these paths, or all, the null page and slot alone, for steps while the host has no memory."""
         for path, spec in self.caches().items():
+            if paths and path not in paths:
+                continue
             leading = (1, 1) if isinstance(spec, PagedSpec) else (1,)
             wanted = _cache_tensors(spec)
             self.bind_cache(

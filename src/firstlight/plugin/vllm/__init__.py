@@ -12,7 +12,7 @@ What we use of vLLM, and where:
 | `MODELS_CONFIG_MAP[architecture]` | a hook on the finished configuration, which decides who serves | `takeover` |
 | model interface: `load_weights`, `forward`, `compute_logits` | the model; `IsHybrid`, `SupportsMRoPE`: what it is | `models` |
 | `AttentionLayerBase`, `MambaBase` in `static_forward_context` | memory of KV pages and of states, one layer each | `memory` |
-| `AttentionBackend`, `AttentionMetadataBuilder` | block tables and lengths of a step | `memory` |
+| `AttentionBackend`, `AttentionMetadataBuilder` | page size; block tables and lengths of a step | `memory` |
 | `get_forward_context().attn_metadata` | what the builders noted, read once a step | `models` |
 | `get_tp_group().device_group` | the collectives of our layers | `models` |
 
@@ -32,8 +32,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from firstlight.config import PluginOptions
 
-VERSIONS = ("0.32", "0.33")
-"""From the first, up to but without the second: what the tests run."""
+VERSIONS = ("0.26", "0.32")
+"""Releases, by their first two numbers, in which our models have been run."""
 
 logger = logging.getLogger("vllm.firstlight")  # below vLLM's own, so that its settings hold
 
@@ -64,15 +64,9 @@ def vllm_version() -> str:
 
 def unsupported_version(found: str) -> str | None:
     """Why a version of vLLM can't be served, or None."""
-    from packaging.version import InvalidVersion, Version
-
-    low, high = VERSIONS
-    try:
-        if Version(low) <= Version(found) < Version(high):
-            return None
-    except InvalidVersion:
-        pass
+    if ".".join(found.split(".")[:2]) in VERSIONS:
+        return None
     return (
-        f"vLLM {found} is not in the range that this Firstlight was made for, >={low},<{high}; "
+        f"vLLM {found} is not one of those that this Firstlight was made for, {' and '.join(VERSIONS)}; "
         "install one of those, or a Firstlight for yours"
     )

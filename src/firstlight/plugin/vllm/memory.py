@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from firstlight.cache import PagedSpec, SlotSpec
 from firstlight.plugin.core import HostedModel
+from firstlight.plugin.vllm.takeover import GPU_PAGE_TOKENS
 from firstlight.step import PageTable, SlotTable, Table
 
 
@@ -25,8 +27,9 @@ class PageMemory(AttentionLayerBase):
     def __init__(self, hosted: HostedModel, path: str, spec: PagedSpec) -> None:
         self.spec, self.page_size = spec, 0
         self._bind = lambda tensors: hosted.bind_cache(path, tensors)
+        self._unbind = lambda: hosted.bind_null(path)
         self.set_group: Callable[[str], None] = lambda group: hosted.set_group(path, group)
-        self.kv_cache = torch.empty(0)
+        self._pages = torch.empty(0)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """How vLLM finds the builder of the metadata."""
@@ -41,10 +44,23 @@ class PageMemory(AttentionLayerBase):
             dtype=self.spec.dtype,
         )
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Take [pages, kv_heads, page_size, 2 head_dim], a row's keys before its values, with vLLM's strides."""
-        self.kv_cache, self.page_size = kv_cache, kv_cache.shape[2]
-        rows = kv_cache.transpose(1, 2)
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        """[pages, kv_heads, page_size, 2 head_dim], a row's keys before its values, with vLLM's strides.
+
+        Empty where there is no memory: at first, and again when vLLM has measured what graphs take.
+        """
+        return self._pages
+
+    @kv_cache.setter
+    def kv_cache(self, pages: torch.Tensor) -> None:
+        self._pages = pages
+        if pages.numel() == 0:
+            self.page_size = 0
+            self._unbind()
+            return
+        self.page_size = pages.shape[2]
+        rows = pages.transpose(1, 2)
         self._bind({"k": rows[..., : self.spec.head_dim], "v": rows[..., self.spec.head_dim :]})
 
 
@@ -54,8 +70,9 @@ class StateMemory(MambaBase):
     def __init__(self, hosted: HostedModel, path: str, spec: SlotSpec) -> None:
         self.names, self.shapes, self.dtypes = state_tensors(spec)
         self._bind = lambda tensors: hosted.bind_cache(path, tensors)
+        self._unbind = lambda: hosted.bind_null(path)
         self.set_group: Callable[[str], None] = lambda group: hosted.set_group(path, group)
-        self.kv_cache = ()
+        self._states: Sequence[torch.Tensor] = ()
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -74,10 +91,18 @@ class StateMemory(MambaBase):
         """How vLLM finds the builder of the metadata."""
         return StateBackend
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Take the blocks' bytes; vLLM cuts them into tensors."""
-        super().bind_kv_cache(kv_cache)
-        self._bind(dict(zip(self.names, self.kv_cache, strict=True)))
+    @property
+    def kv_cache(self) -> Sequence[torch.Tensor]:
+        """A [slots, *shape] of each tensor, cut by vLLM out of its blocks; none where there is no memory."""
+        return self._states
+
+    @kv_cache.setter
+    def kv_cache(self, states: Sequence[torch.Tensor]) -> None:
+        self._states = states
+        if states:
+            self._bind(dict(zip(self.names, states, strict=True)))
+        else:
+            self._unbind()
 
 
 def state_tensors(spec: SlotSpec) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]:
@@ -153,7 +178,7 @@ class GroupBuilder(AttentionMetadataBuilder[GroupMetadata]):
 
 
 class PageBackend(AttentionBackend):
-    """For `PageMemory`. Any block size will do."""
+    """For `PageMemory`."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
 
@@ -171,6 +196,18 @@ class PageBackend(AttentionBackend):
     def get_builder_cls() -> type[GroupBuilder]:
         """How vLLM tells us of a step."""
         return GroupBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Tokens of a page, into which vLLM cuts its blocks: on a GPU this one, which blocks are multiples of; else any."""
+        return [GPU_PAGE_TOKENS] if current_platform.is_cuda_alike() else [MultipleOf(1)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Of `PageMemory.kv_cache`: vLLM 0.26 asks for it, later ones have no other."""
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
 
 
 class StateBackend(PageBackend):

@@ -11,13 +11,14 @@ from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching, SupportsMRoPE
+from vllm.platforms import current_platform
 
 from firstlight.cache import SlotSpec
 from firstlight.nn.module import caches
 from firstlight.parallel import Mesh
 from firstlight.plugin.core import HostBounds, HostedModel, describe, mesh_of
 from firstlight.plugin.vllm.memory import GroupMetadata, PageMemory, memory_of, state_tensors
-from firstlight.plugin.vllm.takeover import config_dict
+from firstlight.plugin.vllm.takeover import GPU_PAGE_TOKENS, config_dict
 from firstlight.step import StepBatch
 
 logger = logging.getLogger("vllm.firstlight")
@@ -40,7 +41,7 @@ class ForCausalLM(torch.nn.Module):
                 tokens=max(scheduler.max_num_batched_tokens, captured),
                 requests=max(scheduler.max_num_seqs, captured),
                 context=model.max_model_len,
-                page_size=vllm_config.cache_config.block_size,
+                page_size=GPU_PAGE_TOKENS if current_platform.is_cuda_alike() else vllm_config.cache_config.block_size,
             ),
             mesh=mesh_of(group.world_size, group.rank_in_group, group.device_group if group.world_size > 1 else None),
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 
 from firstlight.errors import FirstlightError
 from firstlight.parallel import Mesh
@@ -37,6 +38,9 @@ SERVED = {
     "Qwen3_5MoeForConditionalGeneration": HYBRID,
 }
 """Architectures, as in config.json, and which of our classes serves each."""
+
+GPU_PAGE_TOKENS = 64
+"""Into pages of so many tokens vLLM cuts its blocks on a GPU, for our attention kernels: those for prompts take no others."""
 
 STREAMED = ("auto", "hf", "safetensors", "pt", "dummy", "fastsafetensors", "runai_streamer", "instanttensor")
 """Values of --load-format that hand over the checkpoint's own tensors, or ask for random ones."""
@@ -83,6 +87,7 @@ class Hook(VerifyAndUpdateConfig):
         logger.info("Firstlight %s serves %s", VERSION, architecture)
         model.hf_config.architectures = [cls.own]
         model._model_info, model._architecture = model.registry.inspect_model_cls([cls.own], model)
+        keep_states_at_block_ends(vllm_config)
         model.multimodal_config = None  # without images the model is a text model
         model.quantization = None  # no layer of vLLM's is quantised: ours read config.json themselves
 
@@ -96,8 +101,16 @@ class OwnHook(VerifyAndUpdateConfig):
         architecture = vllm_config.model_config.architecture
         if reason := objection(vllm_config):
             raise ValueError(f"{architecture} was asked for, but {reason}")
+        keep_states_at_block_ends(vllm_config)
         vllm_config.model_config.quantization = None
         ACTIVE.labels("vllm", architecture, VERSION).set(1)
+
+
+def keep_states_at_block_ends(config: Any) -> None:
+    """Prefix caching in the mode that we serve. vLLM 0.26 would take "all" for a class that says it can cache prefixes."""
+    cache = config.cache_config
+    if config.model_config.is_hybrid and cache.enable_prefix_caching and cache.mamba_cache_mode == "none":
+        cache.mamba_cache_mode = "align"
 
 
 def objection(config: Any) -> str | None:
@@ -123,6 +136,7 @@ def _options(config: Any) -> dict[str, bool]:
     """Options that we don't serve, by name, and whether each is asked for."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     offload, text = config.offload_config, config.model_config.hf_text_config
+    auxiliary = getattr(config, "aux_output_config", None)  # one option of the model's before 0.32
     declared = getattr(model.hf_config, "quantization_config", None) or getattr(text, "quantization_config", None)
     return {
         "--model-impl vllm": model.model_impl == "vllm",
@@ -141,7 +155,10 @@ def _options(config: Any) -> dict[str, bool]:
         f"--mamba-ssm-cache-dtype {cache.mamba_ssm_cache_dtype}": cache.mamba_ssm_cache_dtype
         not in ("auto", "float32"),
         "--mamba-cache-mode all": cache.mamba_cache_mode == "all",
-        "replayed states (use_replayssm)": cache.use_replayssm,
+        "replayed states (use_replayssm)": getattr(cache, "use_replayssm", False),
+        f"--block-size {cache.block_size} on a GPU (multiples of {GPU_PAGE_TOKENS} are)": current_platform.is_cuda_alike()
+        and cache.user_specified_block_size
+        and cache.block_size % GPU_PAGE_TOKENS > 0,
         "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
         "--kv-offloading-size": cache.kv_offloading_size is not None,
         "--kv-transfer-config": config.kv_transfer_config is not None,
@@ -154,7 +171,9 @@ def _options(config: Any) -> dict[str, bool]:
         "--weight-transfer-config": config.weight_transfer_config is not None,
         f"--runner {model.runner_type}": model.runner_type != "generate",
         f"--convert {model.convert_type}": model.convert_type != "none",
-        "auxiliary outputs (--enable-return-routed-experts)": config.aux_output_config.enabled,
+        "auxiliary outputs (--enable-return-routed-experts)": auxiliary.enabled
+        if auxiliary
+        else getattr(model, "enable_return_routed_experts", False),
         "a sliding window (use_sliding_window in config.json)": bool(getattr(text, "use_sliding_window", False)),
         "dual_chunk_attention_config in config.json": getattr(text, "dual_chunk_attention_config", None) is not None,
         "model runner V2 (VLLM_USE_V2_MODEL_RUNNER=0 takes the other)": config.use_v2_model_runner,
