@@ -88,10 +88,11 @@ def _host_step(engine: Engine, executor: Executor, batch: int, context: int, pre
         raise FirstlightError("profile: an empty step; give --batch or --prefill")
     longest = max(context, prefill)
     largest = executor.loaded.buckets[-1]
+    step = "--step-tokens, and --max-running times --max-context, which no step has more tokens than"
     limits = {
         "--batch": (rows, len(executor.table.length) - 1, "--max-running"),
-        "--prefill": (prefill, largest.query, "--step-tokens"),
-        "--batch and --prefill": (batch + prefill, largest.tokens, "--step-tokens"),
+        "--prefill": (prefill, largest.query, step),
+        "--batch and --prefill": (batch + prefill, largest.tokens, step),
         "--context": (longest, executor.loaded.max_context, "--max-context"),
     }
     for name, (asked, most, option) in limits.items():
