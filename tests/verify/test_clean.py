@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import re
 from pathlib import Path
@@ -68,6 +70,26 @@ def test_products_in_float32_are_not_rounded_to_less_meanwhile(monkeypatch: pyte
     assert len(seen) > 4
     assert {*seen} == {(False, False)}
     assert allowed() == before == (True, False)
+
+
+def test_the_reference_is_written_in_torch_whatever_else_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers wraps its functions where flash-linear-attention is installed, whose products round to TF32."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as modeling
+
+    original = modeling.torch_chunk_gated_delta_rule
+    assert inspect.unwrap(original) is not original
+
+    @functools.wraps(original)
+    def rounded(*args: Any, **kwargs: Any) -> Any:
+        out, state = original(*args, **kwargs)
+        return out * (1 + 2**-11), state
+
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", rounded)
+    findings = verify(
+        open_subject(str(TINY_CONFIGS / "qwen3_next.json"), random=True, device="cpu", dtype="float32"), quick=True
+    )
+    assert findings.faults() == []
+    assert modeling.torch_chunk_gated_delta_rule is rounded
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_moe_text"])

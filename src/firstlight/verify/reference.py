@@ -6,6 +6,8 @@ run on the reference's own inputs. Our norms take the sum before them along, so 
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +48,30 @@ def full_precision() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = convolutions, products
 
 
+@contextmanager
+def in_plain_torch(model: torch.nn.Module) -> Iterator[None]:
+    """For as long as the block lasts, transformers' functions of this model are those written in torch.
+
+    Where flash-linear-attention or causal-conv1d is installed, transformers wraps them to call these instead, and they round
+    float32 to TF32.
+    """
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    wrapped = [
+        (file, name, function)
+        for file in files
+        if file.__name__.startswith("transformers.models.")
+        for name, function in vars(file).items()
+        if inspect.isfunction(function) and hasattr(function, "__wrapped__")
+    ]
+    for file, name, function in wrapped:
+        setattr(file, name, inspect.unwrap(function))
+    try:
+        yield
+    finally:
+        for file, name, function in wrapped:
+            setattr(file, name, function)
+
+
 class Reference:
     """transformers' model with the given tensors."""
 
@@ -83,7 +109,7 @@ class Reference:
         positions = sequence.positions.to(self.device)
         positions = positions[None] if positions.dim() == 1 else positions[:, None]
         try:
-            with torch.no_grad(), silenced():
+            with torch.no_grad(), silenced(), in_plain_torch(self.model):
                 out = self.text(input_ids=sequence.ids[None].to(self.device), position_ids=positions, use_cache=False)
                 self.model.lm_head(out.last_hidden_state)
         finally:
