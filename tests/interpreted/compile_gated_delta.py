@@ -2,7 +2,8 @@
 
     python compile_gated_delta.py cuda 90 | hip gfx942 | hip gfx950
 
-{"kernel": name, "shared": bytes of shared memory, "products": dtypes of the matrix instructions in the assembly}
+{"kernel": name, "shared": bytes of shared memory, "products": dtypes of the matrix instructions in the assembly,
+"early": loads above the wait for the kernels before, and below it}
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from typing import Any
 
 import triton
+from early_loads import early_loads
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -61,7 +63,7 @@ def cases(backend: str) -> list[tuple[str, Any, dict[str, Any], int]]:
     exports = {"HAS_EXPORTS": True, "BLOCK_E": 4}
     step = {**HEADS, **exports, "ROUND_PRODUCT": True, "PDL": backend == "cuda"}
     window = {**HEADS, **exports, "W": 4, "PDL": backend == "cuda"}
-    norm = {"HV": 32, "V": 128, "BLOCK_ROWS": 32, "ROUND_PRODUCT": True, "PDL": False}
+    norm = {"HV": 32, "V": 128, "BLOCK_ROWS": 32, "ROUND_PRODUCT": True, "PDL": backend == "cuda"}
     streamed = {**step, "BLOCK_V": 8, "NORM": True}
     return [
         ("convolutions", chunked.convolutions_kernel, {**chunk, **conv}, 4),
@@ -115,7 +117,8 @@ def main() -> None:
         )
         assembly = compiled.asm["ptx" if backend == "cuda" else "amdgcn"]
         products = sorted({"".join(found) for found in PRODUCT.findall(assembly)})
-        print(json.dumps({"kernel": name, "shared": compiled.metadata.shared, "products": products}))
+        found = {"shared": compiled.metadata.shared, "products": products, "early": early_loads(assembly)}
+        print(json.dumps({"kernel": name, **found}))
 
 
 if __name__ == "__main__":

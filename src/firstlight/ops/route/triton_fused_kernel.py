@@ -29,21 +29,23 @@ def choose(
     o_e, o_j = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_CHOICES)
     m_e = o_e < E
     gate = 0.0
+    o_h = tl.arange(0, BLOCK_H)
     if HAS_GATE and not SUMMED:
-        b_dot = tl.zeros([BLOCK_H], dtype=tl.float32)
-        for i_h in range(0, H, BLOCK_H):
-            o_h = i_h + tl.arange(0, BLOCK_H)
-            b_gate = tl.load(gate_ptr + o_h, mask=o_h < H, other=0.0).to(tl.float32)
-            if i_h == 0:  # a weight needn't wait
-                wait_for_inputs(PDL)
-            b_dot += tl.load(x_ptr + i_t * x_stride_t + o_h, mask=o_h < H, other=0.0).to(tl.float32) * b_gate
-        gate = tl.sum(b_dot, axis=0)
-    else:
-        wait_for_inputs(PDL)
-        if HAS_GATE:
+        b_gate = tl.load(gate_ptr + o_h, mask=o_h < H, other=0.0).to(tl.float32)  # a weight needn't wait
+    wait_for_inputs(PDL)
+    if HAS_GATE:
+        if SUMMED:
             o_all = tl.arange(0, MOST_PARTS)
             p_gate = logits_ptr + i_t * logits_stride_t + o_all * logits_stride_part + E
             gate = tl.sum(tl.load(p_gate, mask=o_all < parts, other=0.0), axis=0)
+        else:
+            p_x = x_ptr + i_t * x_stride_t + o_h
+            b_dot = tl.load(p_x, mask=o_h < H, other=0.0).to(tl.float32) * b_gate
+            for i_h in range(BLOCK_H, H, BLOCK_H):
+                m_h = i_h + o_h < H
+                b_gate = tl.load(gate_ptr + i_h + o_h, mask=m_h, other=0.0).to(tl.float32)
+                b_dot += tl.load(p_x + i_h, mask=m_h, other=0.0).to(tl.float32) * b_gate
+            gate = tl.sum(b_dot, axis=0)
     p_logits = logits_ptr + i_t * logits_stride_t + o_e
     if SUMMED:
         # Eight parts are on the way at once: a load each would wait for the one before it.
