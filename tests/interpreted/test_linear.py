@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from product_checks import check_linear
+from torch import Tensor
 
 from firstlight.ops.linear import triton_block_fp8, triton_skinny
+from firstlight.quant import Weight
 
 INTERPRETED_FP8 = 0.3
 
@@ -18,6 +20,16 @@ def test_skinny_fp8(tokens: int) -> None:
 
 def test_skinny_with_blocks_of_a_shard() -> None:
     check_linear(triton_skinny.run, "cpu", torch.float16, 1, 48, 96, 1e-3, block=(16, 32), result=torch.float32)
+
+
+@pytest.mark.parametrize(("tokens", "block_k"), [(1, 128), (2, 64)])
+def test_skinny_in_steps_that_do_not_fill_the_columns(tokens: int, block_k: int) -> None:
+    def run(x: Tensor, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+        from firstlight.ops.linear.triton_skinny_kernels import product
+
+        return product(x, weight, bias, dtype or x.dtype, block_k=block_k)
+
+    check_linear(run, "cpu", torch.float16, tokens, 20, 200, 1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
