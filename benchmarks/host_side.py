@@ -120,7 +120,8 @@ def run_side(
 ) -> None:
     """Do a job in a fresh process; `heard` gets what it says. The host's log goes to `log`.
 
-    side: whose classes. job: as `serve` takes it, with the number of "ranks". Raises SystemExit if others serve, or the process fails or takes longer than `seconds`.
+    side: whose classes. job: as `serve` takes it, with the number of "ranks". Raises SystemExit if others serve, or the process
+    fails or takes longer than `seconds`.
     """
     switch = {"FIRSTLIGHT_PLUGIN": "on" if side == PLUGIN else "off", "PYTHONUNBUFFERED": "1"}
     late = threading.Event()

@@ -5,8 +5,9 @@
 Each side is the host's offline engine in a fresh process, one after the other, with random weights (`--load-format dummy`); before
 anything is timed, the host's log has to say whose class serves. For each batch size B, B random prompts of `--context` tokens
 are answered with 8 and with 136 tokens; a decode step is the difference divided by 128. "Steady" is a step while B requests
-decode: in vLLM the median time between two steps' tokens, in SGLang what follows from the tokens/s that it logs. A first token is of one prompt alone, the median of five. Tokens are drawn
-at temperature 1: greedily, random weights lead requests to the same few tokens, and so to the same experts.
+decode: in vLLM the median time between two steps' tokens, in SGLang what follows from the tokens/s that it logs. A first
+token is of one prompt alone, the median of five. Tokens are drawn at temperature 1: greedily, random weights lead requests to
+the same few tokens, and so to the same experts.
 
     python benchmarks/hosts.py tests/tiny_configs/qwen3_5_moe_text.json --tokens --tp 2
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from firstlight.models import build_model
 from firstlight.models.activations import _LiveBytes
 from firstlight.models.walk import record
 from firstlight.ops.op import Call, sites
-from firstlight.quant import FLOAT8_BY_COLUMN, Emission, Packed, scheme_of
+from firstlight.quant import FLOAT8_BY_COLUMN, FLOAT8_BY_TOKEN, Emission, Packed, scheme_of
 from firstlight.quant.activations import empty_packed
 from firstlight.step import Bucket
 
@@ -95,8 +96,8 @@ def forms(provider, call):
     """A call as it is, and with what a handover changes: its result packed, or its activations."""
     yield call
     if provider.emits:
-        for plain in (False, True):
-            yield replace(call, kwargs={**call.kwargs, "emit": Emission(FLOAT8_BY_COLUMN, plain)})
+        for form, plain in product((FLOAT8_BY_TOKEN, FLOAT8_BY_COLUMN), (False, True)):
+            yield replace(call, kwargs={**call.kwargs, "emit": Emission(form, plain)})
     if provider.wants is not None and provider.when(call) is None:
         x = call.args[0]
         packed = empty_packed(x.shape, provider.wants, "meta")

@@ -229,6 +229,23 @@ def test_readers_with_packed_weights_have_to_agree(ops):
     assert handed_over(ops, 4, [FLOAT8_WEIGHT], emits=True) == ([{"emit": PACKED}], f"gives {FLOAT8_BY_COLUMN}")
 
 
+@pytest.mark.parametrize(
+    ("rows", "emission", "text"),
+    [
+        ((3, 3), [{"emit": THIN_PACKED}], f"gives {FLOAT8_BY_TOKEN}"),
+        ((3, 7), [{}], f"gives plain values: its readers want {FLOAT8_BY_TOKEN} and {FLOAT8_BY_COLUMN}"),
+    ],
+)
+def test_readers_that_want_different_forms_get_plain_values(ops, rows, emission, text):
+    _, reads = ops
+    reads.provide(
+        "narrow", lambda x, weight: x, rank=3, wants=FLOAT8_BY_TOKEN,
+        when=lambda call: None if call.args[1].shape[0] < 7 else "serves fewer than seven rows",
+    )  # fmt: skip
+    weights = [replace(FLOAT8_WEIGHT, shape=(count, 256)) for count in rows]
+    assert handed_over(ops, 4, weights, emits=True) == (emission, text)
+
+
 def test_others_get_plain_values_beside(ops):
     found, text = handed_over(ops, 4, [PLAIN_WEIGHT, FLOAT8_WEIGHT, FLOAT8_WEIGHT], emits=True)
     assert found == [{"emit": BOTH}]

@@ -2,7 +2,8 @@
 
 Providers are chosen first, as if every tensor were plain, so handing over packed ones changes no choice; and as those are what
 the readers would have made of the plain ones, it changes no number either, but where the kernel that packs adds up in another
-order than the plain one. An op that can't give what its readers want gives plain results, and they quantise them.
+order than the plain one. An op that can't give what its readers want, or whose readers want different forms, gives plain results,
+and they quantise them.
 """
 
 from __future__ import annotations
@@ -36,9 +37,14 @@ def hand_over(binder: Binder, bound: Sequence[tuple[CallSite, Mapping[int, Use]]
         for bucket in range(len(handover)):
             giving = [(site, uses[id(site)][bucket]) for site in makers if bucket in uses[id(site)]]
             reading = [(site, uses[id(site)][bucket]) for site in handover.readers if bucket in uses.get(id(site), {})]
-            emission = _wanted(reading, bucket)
-            if giving and emission is not None:
-                _settle(binder, handover, bucket, giving, reading, emission)
+            wanted, has_plain = _wanted(reading, bucket)
+            if len(wanted) > 1:
+                forms = " and ".join(sorted("plain values" if form is None else str(form) for form in wanted))
+                for site, _ in giving:
+                    note = f"gives plain values: its readers want {forms}"
+                    site.choices[bucket] = replace(site.choices[bucket], handover=note)
+            elif giving and (form := next(iter(wanted), None)) is not None:
+                _settle(binder, handover, bucket, giving, reading, Emission(form, has_plain))
 
 
 @contextmanager
@@ -55,9 +61,9 @@ def kept_plain(module: torch.nn.Module) -> Iterator[None]:
             handover[:] = entries
 
 
-def _wanted(reading: Sequence[tuple[CallSite, Use]], bucket: int) -> Emission | None:
-    """What the readers with packed weights all want, with plain values if there are other readers."""
-    formats: set[Format | None] = set()
+def _wanted(reading: Sequence[tuple[CallSite, Use]], bucket: int) -> tuple[set[Format | None], bool]:
+    """(what readers with packed weights want, None where it is plain values; whether there are other readers)."""
+    wanted: set[Format | None] = set()
     has_plain = False
     for site, use in reading:
         provider = site.op.providers.get(site.choices[bucket].provider)
@@ -65,9 +71,8 @@ def _wanted(reading: Sequence[tuple[CallSite, Use]], bucket: int) -> Emission | 
             if not _has_packed_weight(call):
                 has_plain = True
             else:
-                formats.add(None if provider is None else provider.wants)
-    wanted = formats.pop() if len(formats) == 1 else None
-    return None if wanted is None else Emission(wanted, has_plain)
+                wanted.add(None if provider is None else provider.wants)
+    return wanted, has_plain
 
 
 def _has_packed_weight(call: Call) -> bool:
