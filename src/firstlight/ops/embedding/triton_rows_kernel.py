@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
+from firstlight.ops.triton_launch import dependent_launch, kernel, let_next_begin, wait_for_earlier
 from firstlight.ops.triton_support import cdiv, power_of_two
 
 BLOCK = 1024
@@ -16,8 +16,13 @@ BLOCK = 1024
 def copy_rows(
     table_ptr, index_ptr, y_ptr, rows, D, start, table_stride, BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """y [N, D] = table[index - start], or zeros where that is no row."""
-    wait_for_inputs(PDL)
+    """y [N, D] = table[index - start], or zeros where that is no row.
+
+    As an embedding it is the first kernel of a step that is followed early. It waits first: kernels behind it may read what was
+    written before the step (slots, states) before they wait themselves.
+    """
+    wait_for_earlier(PDL)
+    let_next_begin(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < D

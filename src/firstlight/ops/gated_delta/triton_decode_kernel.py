@@ -78,7 +78,7 @@ def convolve_channels(
         weights += (tl.load(weight_ptr + o_c * weight_stride_c + j * weight_stride_w),)  # type: ignore[assignment]
     if PDL:
         # The kernel before wrote what follows. Windows and slots are older than any kernel that may still run: what writes them
-        # (a step before, copies, step_inputs) is never followed early.
+        # (a step before, copies, step_inputs) comes before the embedding, which lets none begin before it has waited.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + o_c)
