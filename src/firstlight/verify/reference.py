@@ -50,7 +50,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def in_plain_torch(model: torch.nn.Module) -> Iterator[None]:
-    """For as long as the block lasts, transformers' functions of this model are those written in torch.
+    """For as long as the block lasts, transformers' functions in this model's own file are those written in torch.
 
     Where flash-linear-attention or causal-conv1d is installed, transformers wraps them to call these instead, and they round
     float32 to TF32.
@@ -61,7 +61,7 @@ def in_plain_torch(model: torch.nn.Module) -> Iterator[None]:
         for file in files
         if file.__name__.startswith("transformers.models.")
         for name, function in vars(file).items()
-        if inspect.isfunction(function) and hasattr(function, "__wrapped__")
+        if inspect.isfunction(function) and function.__module__ == file.__name__ and hasattr(function, "__wrapped__")
     ]
     for file, name, function in wrapped:
         setattr(file, name, inspect.unwrap(function))
