@@ -48,7 +48,7 @@ def test_every_family_agrees_in_float32(name: str) -> None:
     assert re.search(rf"^\| `{name}` \|.*\| ok \|$", RESULTS.read_text(), re.MULTILINE)
 
 
-def test_products_in_float32_are_not_rounded_to_less_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_references_products_in_float32_are_not_rounded_to_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN's convolutions are, by default: on a GPU the reference's windows were off by 2e-3."""
 
     def allowed() -> tuple[bool, bool]:
@@ -63,13 +63,9 @@ def test_products_in_float32_are_not_rounded_to_less_meanwhile(monkeypatch: pyte
 
     monkeypatch.setattr(Reference, "run", spy)
     before = allowed()
-    verify(
-        open_subject(str(TINY_CONFIGS / "llama.json"), random=True, device="cpu", dtype="float32"),
-        progress=lambda text: seen.append(allowed()),
-    )
-    assert len(seen) > 4
+    verify(open_subject(str(TINY_CONFIGS / "llama.json"), random=True, device="cpu", dtype="float32"))
     assert {*seen} == {(False, False)}
-    assert allowed() == before == (True, False)
+    assert allowed() == before == (True, False)  # our own model runs as it is served
 
 
 def test_the_reference_is_written_in_torch_whatever_else_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,6 @@ def reference_answers(subject: Subject, progress: Callable[[str], None] = lambda
     return Answers(sequences, records, quiet, images)
 
 
-@full_precision()
 def verify(
     subject: Subject,
     answers: Answers | None = None,

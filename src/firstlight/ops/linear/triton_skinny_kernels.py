@@ -113,7 +113,9 @@ def tile_of(rows: int, columns: int, tokens: int, is_fp8: bool) -> tuple[int, in
         )
     if tokens == 1 and rows >= 4096:
         return 8, min(power_of_two(columns), 1024), 2
-    block_k = min(power_of_two(columns), 4096)
+    # As many columns at once as can be without computing more than an eighth in vain behind the last.
+    whole = [size for size in (4096, 2048) if cdiv(columns, size) * size * 8 <= columns * 9]
+    block_k = whole[0] if whole else min(power_of_two(columns), 1024)
     block_n = 2 if rows < 1024 else 8 if tokens == 1 and rows >= 2048 else 4
     return block_n, block_k, max(1, block_k // 1024)
 

@@ -158,6 +158,7 @@ def _options(config: Any) -> dict[str, bool]:
         "replayed states (use_replayssm)": getattr(cache, "use_replayssm", False),
         f"--block-size {cache.block_size} on a GPU (multiples of {GPU_PAGE_TOKENS} are)": current_platform.is_cuda_alike()
         and cache.user_specified_block_size
+        and not model.is_hybrid  # vLLM makes blocks of those as large as a state, in multiples of our pages
         and cache.block_size % GPU_PAGE_TOKENS > 0,
         "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
         "--kv-offloading-size": cache.kv_offloading_size is not None,
