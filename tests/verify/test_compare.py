@@ -54,6 +54,19 @@ def test_routing_gap_is_between_the_last_chosen_and_the_first_left_out() -> None
     assert routing_gaps(logits, 4).tolist() == [math.inf, math.inf]
 
 
+def test_logits_that_softmax_rounds_to_one_score_are_a_toss_up() -> None:
+    """Small inputs have small logits: what their scores' last digit decides isn't a clear choice."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 1e-3 * torch.randn(20_000, 256, generator=generator)
+    by_logit, by_score = (values.topk(8).indices.sort().values for values in (logits, logits.softmax(-1)))
+    differ = (by_logit != by_score).any(-1)
+    assert differ.any()
+    tie = TOLERANCES[torch.float32].tie
+    gaps = routing_gaps(logits, 8)
+    assert (gaps[differ] <= tie).all()
+    assert (gaps <= tie).float().mean() < 0.02
+
+
 def test_routing_gap_counts_groups_too() -> None:
     #                        group 0     group 1     group 2 (values 1.9, 1.8, 0.6)
     choice = torch.tensor([[1.0, 0.9, 0.95, 0.85, 0.5, 0.1]])

@@ -14,6 +14,9 @@ import torch
 
 SHORT = 1e-2
 """A row counts as at least this share of the rows' root mean square length."""
+SMALL = 1 / 32
+"""Routing values count as at least so large. Experts are chosen by softmax, in float32: logits nearer than some 1e-7 become scores that
+only rounding tells apart, however small all of them are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ def routing_gaps(choice: torch.Tensor, top_k: int, groups: int = 1, top_groups: 
     """[T] float32 on the CPU: how clear the choice of experts is.
 
     choice: [T, E], what experts are chosen by: router logits, or scores with a bias. The gap is between the last chosen
-    value and the first left out, relative to the largest magnitude; with groups (see the op `route`) the smaller of that
+    value and the first left out, relative to the largest magnitude, but to `SMALL` at least; with groups (see the op `route`) the smaller of that
     between groups and that between experts. Infinite where nothing is left out.
     """
     choice = choice.float()
@@ -75,9 +78,9 @@ def routing_gaps(choice: torch.Tensor, top_k: int, groups: int = 1, top_groups: 
 
 
 def _gap(values: torch.Tensor, count: int) -> torch.Tensor:
-    """[T]: (count-th largest - the next) / the largest magnitude, infinite if there is no next."""
+    """[T]: (count-th largest - the next) / the largest magnitude or `SMALL`, infinite if there is no next."""
     if count >= values.shape[-1]:
         return torch.full((len(values),), math.inf, device=values.device)
     best = values.topk(count + 1, dim=-1).values
-    scale = values.masked_fill(values.isinf(), 0).abs().amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = values.masked_fill(values.isinf(), 0).abs().amax(dim=-1).clamp(min=SMALL)
     return (best[:, -2] - best[:, -1]) / scale
