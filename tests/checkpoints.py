@@ -8,7 +8,7 @@ import torch
 from reference import reference_model, save_checkpoint, tiny_config
 from safetensors.torch import load_file, save_file
 
-from firstlight.quant import unpack
+from firstlight.quant import WHOLE_ROW, unpack
 from firstlight.quant.blocks import pack_blocks
 
 
@@ -32,20 +32,34 @@ def stack_experts(tensors):
 LINEAR = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
 
 
+CHANNELS = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed", "ignore": ["lm_head"],
+    "kv_cache_scheme": None, "config_groups": {"group_0": {
+        "targets": ["Linear"],
+        "weights": {"type": "float", "num_bits": 8, "strategy": "channel", "dynamic": False, "symmetric": True},
+        "input_activations": {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True},
+    }},
+}  # fmt: skip
+"""`quantization_config` of FP8 by channel and token, as compressed-tensors publishes it."""
+
+
 def quantise_checkpoint(directory, name, block, scale_dtype):
-    """Turn a saved tiny checkpoint into an FP8 one; returns transformers' model with the values that it stands for."""
+    """Turn a saved tiny checkpoint into an FP8 one; returns transformers' model with the values that it stands for.
+
+    block: (rows, columns) that share a scale; (1, WHOLE_ROW): as compressed-tensors names and declares it.
+    """
+    suffix = "_scale" if block[1] == WHOLE_ROW else "_scale_inv"
     save_checkpoint(name, directory)
     tensors, values = load_file(directory / "model.safetensors"), {}
     for key, tensor in list(tensors.items()):
         if key.endswith(LINEAR) and "lm_head" not in key:
             packed = pack_blocks(tensor, block, torch.float8_e4m3fn, scale_dtype)
-            tensors[key], tensors[key + "_scale_inv"] = packed.parts["data"], packed.parts["scale"]
+            tensors[key], tensors[key + suffix] = packed.parts["data"], packed.parts["scale"]
             values[key] = unpack(packed, torch.float32)
     save_file(tensors, directory / "model.safetensors")
     config = tiny_config(name)
-    config["quantization_config"] = {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block),
-    }  # fmt: skip
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    config["quantization_config"] = CHANNELS if block[1] == WHOLE_ROW else blocks
     (directory / "config.json").write_text(json.dumps(config))
     plain = directory / "plain"
     reference_model(name).save_pretrained(plain)

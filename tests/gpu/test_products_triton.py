@@ -20,12 +20,13 @@ from product_checks import (
 )  # fmt: skip
 
 from firstlight.ops.experts import triton_few, triton_grouped
-from firstlight.ops.linear import torch_block_fp8, triton_block_fp8, triton_skinny
+from firstlight.ops.linear import torch_block_fp8, torch_row_fp8, triton_block_fp8, triton_row_fp8, triton_skinny
 from firstlight.ops.moe import triton_few as triton_few_moe
 from firstlight.ops.moe import triton_grouped as triton_grouped_moe
 from firstlight.ops.op import REGISTRY
 from firstlight.ops.route import triton_fused
 from firstlight.ops.sample import triton_split
+from firstlight.quant import WHOLE_ROW
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -54,6 +55,18 @@ def test_block_fp8(tokens: int, rows: int, columns: int) -> None:
 @pytest.mark.parametrize("tokens", [256, 272, 1040])
 def test_torch_block_fp8(tokens: int) -> None:
     check_linear(torch_block_fp8.run, "cuda", BF16, tokens, 384, 1024, QUANTISED)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 33, 257, 1030])
+@pytest.mark.parametrize(("rows", "columns"), [(130, 256), (2048, 4096), (12288, 2048)])
+def test_fp8_by_row(tokens: int, rows: int, columns: int) -> None:
+    options = {"block": (1, WHOLE_ROW), "bias": True}
+    if tokens <= triton_skinny.MOST_TOKENS:
+        check_linear(triton_skinny.run, "cuda", BF16, tokens, rows, columns, 2e-2, **options)
+    if tokens > 1:
+        check_linear(triton_row_fp8.run, "cuda", BF16, tokens, rows, columns, QUANTISED, **options)
+    if tokens >= torch_row_fp8.LEAST_TOKENS and rows % torch_row_fp8.MULTIPLE == 0:
+        check_linear(torch_row_fp8.run, "cuda", BF16, tokens, rows, columns, QUANTISED, block=(1, WHOLE_ROW))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])

@@ -61,9 +61,9 @@ def cases(stages: int) -> list[tuple[str, Any, set[str], dict[str, Any], int, in
     both = {"x_ptr", "w_ptr", "shared_ptr"}
     hidden, weights = {"hidden_ptr", "w_ptr", "shared_ptr"}, {"w_ptr", "shared_ptr"}
     product = {"BLOCK_M": 64, "BLOCK_K": 128, "HAS_SCALE": True, **MIXTURE}
-    one = {"K": 2048, "TOKENS": 1, "BLOCK_N": 8, "BLOCK_K": 1024, "HAS_BIAS": False, **BLOCKS}
+    one = {"K": 2048, "TOKENS": 1, "BLOCK_N": 8, "BLOCK_K": 1024, "HAS_BIAS": False, "BY_ROW": False, **BLOCKS}
     some = {"CHOICES": 8, "BLOCK_H": 8, "BLOCK_I": 512, "HAS_SHARE": True}
-    thin_tile = {"BLOCK_T": 16, "BLOCK_N": 64, "HAS_BIAS": True}
+    thin_tile = {"BLOCK_T": 16, "BLOCK_N": 64, "HAS_BIAS": True, "BY_ROW": False}
     router = {"BLOCK_T": 16, "BLOCK_E": 16, "GROUPS": 2, "COUNTS": 256, "HAS_GATE": True, "QUANTISE": True}
     return [
         ("grouped wide gate_and_up", wide.gate_and_up, both | hidden, {"BLOCK_I": 64, **product}, 4, stages),
@@ -72,9 +72,14 @@ def cases(stages: int) -> list[tuple[str, Any, set[str], dict[str, Any], int, in
          min(stages, 3)),
         ("grouped thin down", thin.down, hidden, {"BLOCK_M": 16, "BLOCK_N": 128, **MIXTURE}, 4, min(stages, 3)),
         ("block wide", block.multiply, both,
-         {"BLOCK_T": 64, "BLOCK_N": 128, "TILES_TOGETHER": 16, "HAS_BIAS": True}, 4, stages),
+         {"BLOCK_T": 64, "BLOCK_N": 128, "TILES_TOGETHER": 16, "HAS_BIAS": True, "BY_ROW": False}, 4, stages),
+        ("block wide by row", block.multiply, both,
+         {"BLOCK_T": 64, "BLOCK_N": 128, "TILES_TOGETHER": 16, "HAS_BIAS": True, "BY_ROW": True}, 4, stages),
         ("block thin", block.multiply_thin, both, thin_tile, 4, stages),
+        ("block thin by row", block.multiply_thin, both, thin_tile | {"BY_ROW": True}, 4, stages),
         ("quantise", triton_quantise.quantise_rows, {"y_ptr"}, {"BLOCK_T": 2, "GROUPS": 16}, 4, stages),
+        ("quantise rows", triton_quantise.quantise_whole_rows, {"y_ptr"}, {"BLOCK_K": 4096}, 8, stages),
+        ("skinny by row", triton_skinny_kernels.multiply, weights, one | {"HAS_SCALE": False, "BY_ROW": True}, 2, stages),
         ("skinny", triton_skinny_kernels.multiply, weights, one, 2, stages),
         ("skinny, K at once", triton_skinny_kernels.multiply, weights, one | {"BLOCK_K": 2048}, 4, stages),
         ("few gate_and_up", few.gate_and_up, weights, {"BLOCK_I": 4, "BLOCK_K": 1024, **MIXTURE, **BLOCKS}, 2, stages),

@@ -7,8 +7,8 @@ import torch
 from product_checks import check_linear
 from torch import Tensor
 
-from firstlight.ops.linear import triton_block_fp8, triton_skinny
-from firstlight.quant import Weight
+from firstlight.ops.linear import torch_row_fp8, triton_block_fp8, triton_row_fp8, triton_skinny
+from firstlight.quant import WHOLE_ROW, Weight
 
 INTERPRETED_FP8 = 0.3
 
@@ -32,6 +32,11 @@ def test_skinny_in_steps_that_do_not_fill_the_columns(tokens: int, block_k: int)
     check_linear(run, "cpu", torch.float16, tokens, 20, 200, 1e-3)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_skinny_by_row(tokens: int) -> None:
+    check_linear(triton_skinny.run, "cpu", torch.float16, tokens, 130, 200, 1e-3, block=(1, WHOLE_ROW), bias=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_skinny_plain(dtype: torch.dtype) -> None:
     check_linear(triton_skinny.run, "cpu", dtype, 4, 33, 77, 1e-3, block=None)
@@ -40,3 +45,14 @@ def test_skinny_plain(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("tokens", "columns"), [(5, 1024), (19, 256), (67, 128)])
 def test_block_fp8(tokens: int, columns: int) -> None:
     check_linear(triton_block_fp8.run, "cpu", torch.float16, tokens, 150, columns, INTERPRETED_FP8, bias=True)
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(5, 1024), (19, 256), (67, 128)])
+def test_row_fp8(tokens: int, columns: int) -> None:
+    check_linear(
+        triton_row_fp8.run, "cpu", torch.float16, tokens, 150, columns, INTERPRETED_FP8, block=(1, WHOLE_ROW), bias=True
+    )
+
+
+def test_torch_row_fp8() -> None:
+    check_linear(torch_row_fp8.run, "cpu", torch.bfloat16, 33, 160, 256, INTERPRETED_FP8, block=(1, WHOLE_ROW))

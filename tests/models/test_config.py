@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+from checkpoints import CHANNELS
 from reference import tiny_config
 
 from firstlight.models import FAMILIES, ConfigError, build_model, family
-from firstlight.quant import scheme_of
+from firstlight.quant import WHOLE_ROW, scheme_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -98,11 +99,24 @@ def test_yarn_magnitude_follows_mscale():
     assert family(config).parse(config).rope.magnitude == 1.0
 
 
+def channels(**changes):
+    """compressed-tensors' FP8 by channel, with changes of its group's parts."""
+    group = CHANNELS["config_groups"]["group_0"]
+    parts = {part: {**group[part], **values} for part, values in changes.items()}
+    return {**CHANNELS, "config_groups": {"group_0": {**group, **parts}}}
+
+
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
         ("fp8", "quantization_config is 'fp8'; it must be an object"),
-        ({"quant_method": "compressed-tensors"}, "'compressed-tensors' .* is not supported"),
+        ({"quant_method": "awq"}, "'awq' .* is not supported"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is None; exactly one group is supported"),
+        (channels(weights={"num_bits": 4}), "has weights .*'num_bits': 4.* is supported"),
+        (channels(weights={"strategy": "tensor"}), "has weights .*'tensor'"),
+        (channels(input_activations={"dynamic": False}), "has input_activations .*'dynamic': False"),
+        ({**channels(), "ignore": ["re:("]}, "no regular expression"),
+        ({**channels(), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "both must be at least 1"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "static"}, "'static' is not supp"),
@@ -122,6 +136,17 @@ def test_modules_kept_in_high_precision_are_found_under_all_their_names():
     ]
     assert plain == [3]
     assert scheme.format("model.layers.4.self_attn.o_proj.weight").block is None
+
+
+def test_scales_by_channel_are_told_by_the_config_or_by_what_is_stored():
+    quantization = {**channels(), "ignore": ["lm_head", "re:.*self_attn.o_proj$"]}
+    declared = scheme_of({"quantization_config": quantization}, torch.bfloat16)
+    names = [f"model.layers.0.{module}.weight" for module in ("mlp.up_proj", "self_attn.o_proj", "mlp.gate")]
+    assert [declared.format(name).block for name in names] == [(1, WHOLE_ROW), None, None]
+    assert str(declared.format(names[0])) == "float8_e4m3fn/1xrow:bfloat16"
+    stored = {names[1] + "_scale_inv": torch.float32}
+    found = scheme_of({"quantization_config": quantization}, torch.bfloat16, stored=stored)
+    assert [found.format(name).block for name in names] == [None, (1, WHOLE_ROW), None]
 
 
 def test_sections_of_mrope_must_fit():

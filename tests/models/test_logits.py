@@ -11,6 +11,8 @@ from forward import load, logits, reference_logits, sequence, worst_row
 from reference import FAMILIES, build_reference, reference_model, save_checkpoint, tiny_config
 from safetensors.torch import load_file, save_file
 
+from firstlight.quant import WHOLE_ROW
+
 TOLERANCE = 1e-4
 
 
@@ -75,7 +77,13 @@ def test_stacked_experts_load_like_single_ones(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
 @pytest.mark.parametrize(
-    ("block", "scale_dtype"), [((128, 128), torch.bfloat16), ((128, 128), torch.float32), ((48, 80), torch.float32)]
+    ("block", "scale_dtype"),
+    [
+        ((128, 128), torch.bfloat16),
+        ((128, 128), torch.float32),
+        ((48, 80), torch.float32),
+        ((1, WHOLE_ROW), torch.bfloat16),
+    ],
 )
 def test_fp8_blocks_stay_fp8_and_mean_what_they_say(name, block, scale_dtype, tmp_path):
     plain = quantise_checkpoint(tmp_path, name, block, scale_dtype)

@@ -21,6 +21,7 @@ from firstlight.ops.op import REFERENCE, sites
 from firstlight.parallel import Mesh
 from firstlight.plugin import core
 from firstlight.plugin.core import HostBounds, HostedModel, describe, mesh_of
+from firstlight.quant import WHOLE_ROW
 from firstlight.step import PageTable, SlotTable
 
 BOUNDS = HostBounds(tokens=512, requests=4, context=512)
@@ -104,6 +105,12 @@ def test_fp8_blocks_load_from_a_stream(scale, tmp_path):
     give_memory(model)
     ids = forward.sequence(20)
     assert torch.equal(logits(model, ids, (9,)), forward.logits(forward.load(tmp_path), ids, (9,)))
+
+
+def test_scales_by_channel_are_left_to_the_host(tmp_path):
+    quantise_checkpoint(tmp_path, "qwen3", (1, WHOLE_ROW), torch.bfloat16)
+    with pytest.raises(FirstlightError, match="a scale a channel"):
+        hosted(tmp_path)
 
 
 @torch.inference_mode()

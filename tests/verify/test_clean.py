@@ -15,6 +15,7 @@ from checkpoints import quantise_checkpoint
 from reference import TINY_CONFIGS, save_checkpoint
 
 from firstlight.models.registry import FAMILIES, PREDICTED_ONLY
+from firstlight.quant import WHOLE_ROW
 from firstlight.verify import verify
 from firstlight.verify.findings import WHOLE
 from firstlight.verify.opening import open_subject
@@ -102,8 +103,13 @@ def test_a_published_checkpoint_agrees(name: str, tmp_path: Path) -> None:
     assert findings.faults() == []
 
 
-def test_fp8_blocks_are_compared_by_the_values_they_stand_for(tmp_path: Path) -> None:
-    quantise_checkpoint(tmp_path, "qwen3_5_moe_text", (32, 32), torch.bfloat16)
+@pytest.mark.parametrize(
+    ("block", "scale_dtype"), [((32, 32), torch.bfloat16), ((1, WHOLE_ROW), torch.float32)], ids=["blocks", "rows"]
+)
+def test_fp8_is_compared_by_the_values_it_stands_for(
+    block: tuple[int, int], scale_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    quantise_checkpoint(tmp_path, "qwen3_5_moe_text", block, scale_dtype)
     subject = open_subject(str(tmp_path), device="cpu")
     assert any(tensor.dtype == torch.float8_e4m3fn for tensor in subject.tensors.values())
     assert verify(subject).faults() == []

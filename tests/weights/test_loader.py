@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import quantise_checkpoint, stack_experts
+from checkpoints import CHANNELS, quantise_checkpoint, stack_experts
 from forward import load
 from reference import save_checkpoint, tiny_config
 from safetensors.torch import load_file, save_file
@@ -17,7 +17,7 @@ from firstlight.models import build_model
 from firstlight.models.registry import PREDICTED_ONLY
 from firstlight.nn.module import Module
 from firstlight.parallel import Mesh
-from firstlight.quant import Scheme, scheme_of, unpack
+from firstlight.quant import WHOLE_ROW, Scheme, scheme_of, unpack
 from firstlight.weights.loader import load_weights
 from firstlight.weights.random_weights import random_tensors
 
@@ -139,19 +139,20 @@ def weights(model):
 
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 192, "moe_intermediate_size": 96}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 HYBRID = {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "shared_expert_intermediate_size": 96}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
-@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "fp8"])
-def test_each_rank_gets_exactly_its_part(name, ranks, quantised, tmp_path):
-    """Put together along the split, all ranks' weights are the whole; FP8 blocks that are cut inside stay exact."""
+@pytest.mark.parametrize("quantisation", [{}, BLOCKS, CHANNELS], ids=["plain", "blocks", "channels"])
+def test_each_rank_gets_exactly_its_part(name, ranks, quantisation, tmp_path):
+    """Put together along the split, all ranks' weights are the whole; FP8 blocks and rows that are cut inside stay exact."""
     changes = WIDE | (HYBRID if name.startswith(("qwen3_next", "qwen3_5")) else {})
     config = json.loads((Path(__file__).parent.parent / "tiny_configs" / f"{name}.json").read_text()) | changes
     scheme = Scheme(torch.float32)
-    if quantised:
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if quantisation:
+        config["quantization_config"] = quantisation
         scheme = scheme_of(config, torch.float32)
     whole = build_model(config, dtype=torch.float32, scheme=scheme)
     tensors = random_tensors(whole, 0, "cpu")
@@ -160,6 +161,8 @@ def test_each_rank_gets_exactly_its_part(name, ranks, quantised, tmp_path):
     for rank in range(ranks):
         part = build_model(config, dtype=torch.float32, scheme=scheme, mesh=Mesh.of(rank, tp=ranks))
         load_weights(part, tensors, "cpu")
+        if quantisation is CHANNELS:  # a rank's part of a row has the row's scale
+            assert part.layers[-1].mixer.o_proj.weight.format.block == (1, WHOLE_ROW)
         parts.append(weights(part))
     for path, module in whole.named_modules():
         if not isinstance(module, Module):

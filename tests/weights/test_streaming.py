@@ -14,7 +14,7 @@ from firstlight.errors import CheckpointError
 from firstlight.models import build_model
 from firstlight.nn.module import Module
 from firstlight.parallel import Mesh
-from firstlight.quant import Packed, scheme_of
+from firstlight.quant import WHOLE_ROW, Packed, scheme_of
 from firstlight.weights.checkpoint import open_checkpoint
 from firstlight.weights.loader import load_weights, published_names
 from firstlight.weights.streaming import load_streaming
@@ -55,8 +55,9 @@ def test_a_stream_in_any_order_fills_what_a_file_fills(name, mesh, tmp_path):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh.of(1, tp=2)], ids=("whole", "tp"))
-def test_scales_follow_their_blocks(mesh, tmp_path):
-    quantise_checkpoint(tmp_path, "qwen3_moe", (32, 16), torch.float32)
+@pytest.mark.parametrize("block", [(32, 16), (1, WHOLE_ROW)], ids=("blocks", "rows"))
+def test_scales_follow_their_blocks(mesh, block, tmp_path):
+    quantise_checkpoint(tmp_path, "qwen3_moe", block, torch.float32)
     expected, stored = model_of(tmp_path, mesh)
     load_weights(expected, stored, "cpu")
     tensors = sorted(load_file(tmp_path / "model.safetensors").items(), reverse=True)  # scales first

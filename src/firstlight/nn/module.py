@@ -18,7 +18,7 @@ import torch
 from firstlight.cache.spec import CacheSpec
 from firstlight.ops.op import CallSite
 from firstlight.parallel import Group, Mesh, Share, share
-from firstlight.quant import Format, Packed, Scheme, Weight, plain
+from firstlight.quant import WHOLE_ROW, Format, Packed, Scheme, Weight, plain
 from firstlight.quant.blocks import scale_shape
 from firstlight.quant.gguf_blocks import GGML_TYPES, bytes_per_row
 
@@ -125,12 +125,13 @@ class WeightSpec:
 
     @property
     def local_format(self) -> Format:
-        """The format on this rank: scale blocks shrink to the largest size that every cut respects, so values stay exact."""
+        """The format on this rank: scale blocks shrink to the largest size that every cut respects, so values stay exact. A
+        scale of a whole row is that of each rank's part of it."""
         if self.format.block is None:
             return self.format
         block = list(self.format.block)
         dimension = self.axis - len(self.shape) + 2  # 0: rows, 1: columns of the trailing matrix
-        if dimension in (0, 1):
+        if dimension in (0, 1) and block[dimension] != WHOLE_ROW:
             for form in self.forms:
                 for piece in self.pieces(form):
                     block[dimension] = math.gcd(block[dimension], piece.start, piece.target)

@@ -35,7 +35,7 @@ from firstlight.models.walk import bind_model
 from firstlight.nn.module import Module, caches
 from firstlight.ops.op import REFERENCE, Shape, sites
 from firstlight.parallel import Group, Mesh
-from firstlight.quant import BlockFp8, Scheme, scheme_of
+from firstlight.quant import WHOLE_ROW, BlockFp8, Scheme, scheme_of
 from firstlight.step import Bucket, PageTable, SlotTable, StepBatch, Table
 from firstlight.weights.loader import load_weights, own_name
 from firstlight.weights.random_weights import random_tensors
@@ -90,7 +90,11 @@ def describe(
 def _scheme(config: Mapping[str, Any], dtype: torch.dtype) -> Scheme:
     """As the config declares it. The checkpoint's tensors are seen too late to ask, and float32 holds scales of any dtype."""
     scheme = scheme_of(config, dtype)
-    return replace(scheme, scale_dtype=torch.float32) if isinstance(scheme, BlockFp8) else scheme
+    if not isinstance(scheme, BlockFp8):
+        return scheme
+    if scheme.block[1] == WHOLE_ROW:
+        raise FirstlightError("FP8 with a scale a channel is served by `firstlight serve`, and not inside hosts")
+    return replace(scheme, scale_dtype=torch.float32)
 
 
 @contextmanager

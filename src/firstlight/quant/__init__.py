@@ -9,7 +9,7 @@ from firstlight.quant.activations import (
     result_bytes,
 )
 from firstlight.quant.fnuz import E4M3FNUZ
-from firstlight.quant.format import PLAIN, Format, Packed, Weight, dtype_name, format_of, nbytes, plain
+from firstlight.quant.format import PLAIN, WHOLE_ROW, Format, Packed, Weight, dtype_name, format_of, nbytes, plain
 from firstlight.quant.layouts import LAYOUTS, Layout, register_layout, repack, unpack
 from firstlight.quant.scheme import SCALE_SUFFIX, BlockFp8, GgufBlocks, Scheme, scheme_of
 
@@ -20,6 +20,7 @@ __all__ = [
     "LAYOUTS",
     "PLAIN",
     "SCALE_SUFFIX",
+    "WHOLE_ROW",
     "BlockFp8",
     "Emission",
     "Format",

@@ -18,8 +18,14 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ..
 
 def expand_scale(scale: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> torch.Tensor:
     """[..., blocks, blocks] scales -> one per element, [..., rows, columns]."""
+    block = _within(block, shape)
     rows = scale.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
     return rows.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
+
+
+def _within(block: tuple[int, int], shape: tuple[int, ...]) -> tuple[int, int]:
+    """The block, no larger than a tensor of this shape."""
+    return min(block[0], max(shape[-2], 1)), min(block[1], max(shape[-1], 1))
 
 
 def unpack_blocks(weight: Packed) -> torch.Tensor:
@@ -35,6 +41,8 @@ def pack_blocks(weight: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
 
     The scale is rounded to `scale_dtype` before elements are divided by it, so the stored pair is consistent.
     """
+    form = Format(dtype_name(dtype), block, dtype_name(scale_dtype))
+    block = _within(block, tuple(weight.shape))
     rows, columns = weight.shape[-2:]
     padded = torch.zeros(
         (*weight.shape[:-2], -(-rows // block[0]) * block[0], -(-columns // block[1]) * block[1]),
@@ -48,5 +56,4 @@ def pack_blocks(weight: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
     scaled = weight.float() / expand_scale(scale.float(), tuple(weight.shape), block)
     limit = torch.finfo(dtype).max
     data = scaled.clamp(-limit, limit).to(dtype)
-    form = Format(dtype_name(dtype), block, dtype_name(scale_dtype))
     return Packed({"data": data, "scale": scale}, form, tuple(weight.shape))

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 PLAIN = "plain"
+WHOLE_ROW = 1 << 30
+"""Columns of a block that spans a row, whatever the row's length: a scale for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Format:
     """A stored form of a [..., rows, columns] tensor.
 
     dtype: what an element is stored as: a torch dtype's name ("bfloat16", "float8_e4m3fn") or a GGUF block type ("Q4_0").
-    block: (rows, columns) that share a scale, or None without scales. For GGUF types the scales sit inside the payload.
+    block: (rows, columns) that share a scale, columns perhaps `WHOLE_ROW`, or None without scales. For GGUF types the scales sit inside the payload.
     scale_dtype: dtype name of the scales. value = element * scale.
     layout: how the payload is arranged ("plain": row-major as in the checkpoint); others are registered in `layouts`.
     """
@@ -50,7 +52,8 @@ class Format:
     def __str__(self) -> str:
         text = self.dtype
         if self.block and self.scale_dtype:
-            text += f"/{self.block[0]}x{self.block[1]}:{self.scale_dtype}"
+            columns = "row" if self.block[1] == WHOLE_ROW else self.block[1]
+            text += f"/{self.block[0]}x{columns}:{self.scale_dtype}"
         return text if self.layout == PLAIN else f"{text}@{self.layout}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from firstlight.errors import InputError
-from firstlight.quant.format import Format, plain
+from firstlight.quant.format import WHOLE_ROW, Format, plain
 
 SCALE_SUFFIX = "_scale_inv"
 
@@ -37,9 +37,11 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class BlockFp8(Scheme):
-    """`quant_method: fp8` with `weight_block_size`: float8_e4m3fn payload, one scale a block; value = element * scale.
+    """float8_e4m3fn payload, one scale a block; value = element * scale. `quant_method: fp8` with `weight_block_size`, or
+    `compressed-tensors` with a scale for each channel, which is a row (block (1, `WHOLE_ROW`)).
 
-    skip: modules that stay in high precision, by name or by any whole part of it ("lm_head", "mlp.gate"). stored: dtypes of
+    skip: modules that stay in high precision, by name or by any whole part of it ("lm_head", "mlp.gate"); patterns: the same, as
+    regular expressions for whole names. stored: dtypes of
     the checkpoint's tensors by name, or None where there is no checkpoint, or none to ask yet. scale_dtype: of the scales then.
     """
 
@@ -47,6 +49,7 @@ class BlockFp8(Scheme):
     skip: tuple[str, ...] = ()
     stored: Mapping[str, torch.dtype] | None = None
     scale_dtype: torch.dtype = torch.bfloat16
+    patterns: tuple[str, ...] = ()
 
     def format(self, name: str) -> Format:
         """Format of the weight with this checkpoint name; `{expert}` in it stands for any expert."""
@@ -55,6 +58,9 @@ class BlockFp8(Scheme):
             scale = self.stored.get(probe + SCALE_SUFFIX)
             return plain(self.dtype) if scale is None else self._scaled(scale)
         if HIGH_PRECISION.search(probe) or any(f".{skip}." in f".{probe}." for skip in self.skip):
+            return plain(self.dtype)
+        module = probe.removesuffix(".weight")
+        if any(re.match(pattern, module) for pattern in self.patterns):
             return plain(self.dtype)
         return self._scaled(self.scale_dtype)
 
@@ -95,11 +101,14 @@ def scheme_of(
     if not isinstance(quantization, Mapping):
         raise InputError(f"config.json: quantization_config is {quantization!r}; it must be an object")
     method = quantization.get("quant_method")
+    if method == "compressed-tensors":
+        return _channel_fp8(quantization, dtype, stored)
     block = quantization.get("weight_block_size")
     if method != "fp8" or not (isinstance(block, list | tuple) and [type(n) for n in block] == [int, int]):
         raise InputError(
             f"quantization_config: quant_method {method!r} with weight_block_size {block!r} is not supported; "
-            "supported: quant_method 'fp8' with weight_block_size [rows, columns], no quantization, or a GGUF file"
+            "supported: quant_method 'fp8' with weight_block_size [rows, columns], 'compressed-tensors' with FP8 weights "
+            "by channel, no quantization, or a GGUF file"
         )
     if quantization.get("fmt", "e4m3") != "e4m3":
         raise InputError(f"quantization_config: fmt {quantization['fmt']!r} is not supported; supported: 'e4m3'")
@@ -110,8 +119,51 @@ def scheme_of(
             f"quantization_config: activation_scheme {quantization['activation_scheme']!r} is not supported; "
             "supported: 'dynamic'"
         )
-    skip = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or ()
-    if not isinstance(skip, list | tuple) or not all(isinstance(name, str) for name in skip):
-        raise InputError("quantization_config: modules_to_not_convert must be a list of names")
-    skip = tuple(name.replace("language_model.", "") for name in skip)  # as the families rename tensors
+    skip = _names(quantization, "modules_to_not_convert") or _names(quantization, "ignored_layers")
     return BlockFp8(dtype, (int(block[0]), int(block[1])), skip, stored)
+
+
+def _names(quantization: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """A list of modules' names, as the families rename tensors."""
+    names = quantization.get(key) or ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"quantization_config: {key} must be a list of names")
+    return tuple(name.replace("language_model.", "") for name in names)
+
+
+CHANNEL_WEIGHTS = {"type": "float", "num_bits": 8, "strategy": "channel", "dynamic": False, "symmetric": True}
+TOKEN_ACTIVATIONS = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+"""Of a group in `config_groups`: FP8 with a scale for each row of a weight, and one for each token, found as it comes."""
+
+
+def _channel_fp8(
+    quantization: Mapping[str, Any], dtype: torch.dtype, stored: Mapping[str, torch.dtype] | None
+) -> Scheme:
+    """compressed-tensors' FP8 by channel and token (published as "FP8-dynamic"). Raises InputError for its other schemes."""
+    groups = quantization.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, Mapping) else groups
+    if not isinstance(groups, list) or len(groups) != 1 or not isinstance(groups[0], Mapping):
+        raise InputError(f"quantization_config: config_groups is {groups!r}; exactly one group is supported")
+    for part, wanted in (("weights", CHANNEL_WEIGHTS), ("input_activations", TOKEN_ACTIVATIONS)):
+        given = groups[0].get(part)
+        if not isinstance(given, Mapping) or any(given.get(key, value) != value for key, value in wanted.items()):
+            raise InputError(
+                f"quantization_config: config_groups has {part} {given!r}; of compressed-tensors, {wanted} is supported"
+            )
+    if groups[0].get("targets", ["Linear"]) != ["Linear"]:
+        raise InputError(
+            f"quantization_config: targets {groups[0]['targets']!r} are not supported; supported: ['Linear']"
+        )
+    if quantization.get("kv_cache_scheme") is not None:
+        raise InputError("quantization_config: kv_cache_scheme is not supported; it must be null")
+    ignored = _names(quantization, "ignore")
+    patterns = tuple(name.removeprefix("re:") for name in ignored if name.startswith("re:"))
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise InputError(
+                f"quantization_config: ignore has {pattern!r}, which is no regular expression: {error}"
+            ) from error
+    skip = tuple(name for name in ignored if not name.startswith("re:"))
+    return BlockFp8(dtype, (1, WHOLE_ROW), skip, stored, patterns=patterns)

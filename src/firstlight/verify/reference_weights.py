@@ -16,6 +16,7 @@ import torch
 from firstlight.errors import CheckpointError, FirstlightError
 from firstlight.models import family
 from firstlight.quant import SCALE_SUFFIX, BlockFp8, scheme_of
+from firstlight.quant.blocks import expand_scale
 from firstlight.weights.stored import StoredTensor
 
 STACK = re.compile(r"\.experts\.(gate_up|down)_proj$")
@@ -124,7 +125,5 @@ def _dequantised(tensors: Mapping[str, StoredTensor], name: str, block: tuple[in
     values = tensors[name].load().float()
     if name + SCALE_SUFFIX not in tensors:
         return values
-    rows, columns = values.shape[-2:]
     scale = tensors[name + SCALE_SUFFIX].load().float().to(values.device)
-    spread = scale.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
-    return values * spread
+    return values * expand_scale(scale, tuple(values.shape), block)

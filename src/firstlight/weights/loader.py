@@ -58,8 +58,14 @@ def targets(model: torch.nn.Module) -> Iterator[Target]:
                 yield Target(path, module, attribute, spec)
 
 
+COMPRESSED_SUFFIX = ".weight_scale"
+"""What checkpoints of compressed-tensors call the scales that others call `.weight_scale_inv`; in both, value = element * scale."""
+
+
 def own_name(model_class: type[CausalModel], name: str) -> str:
     """The name that the model's modules use for a published one."""
+    if name.endswith(COMPRESSED_SUFFIX):
+        name = name.removesuffix(COMPRESSED_SUFFIX) + ".weight" + SCALE_SUFFIX
     for published, own in model_class.renames:
         if name.startswith(published):
             return own + name.removeprefix(published)

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from firstlight.ops.linear import torch_block_fp8, torch_plain, triton_block_fp8, triton_skinny
+from firstlight.ops.linear import (
+    torch_block_fp8,
+    torch_plain,
+    torch_row_fp8,
+    triton_block_fp8,
+    triton_row_fp8,
+    triton_skinny,
+)
 from firstlight.ops.op import Cost, Op, Shape
 from firstlight.ops.triton_support import provide_fp8
 from firstlight.quant import FLOAT8_BY_COLUMN, FLOAT8_BY_TOKEN, Packed, Weight, unpack
@@ -68,4 +75,14 @@ provide_fp8(
     rank=4,
     workspace=triton_block_fp8.workspace,
     wants=FLOAT8_BY_TOKEN,
+)
+linear.provide("torch_row_fp8", torch_row_fp8.run, when=torch_row_fp8.when, rank=5, workspace=torch_row_fp8.workspace)
+provide_fp8(
+    linear,
+    "triton_row_fp8",
+    triton_row_fp8.run,
+    when=triton_row_fp8.when,
+    weights=("weight",),
+    rank=4,
+    workspace=triton_row_fp8.workspace,
 )

@@ -1,4 +1,4 @@
-"""Kernel of `triton_block_fp8`."""
+"""Kernels of `triton_block_fp8`, and of `triton_row_fp8`, which scales what is summed up."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from firstlight.ops.linear.triton_quantise import quantised
+from firstlight.ops.linear.triton_quantise import quantised, quantised_rows
 from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
 from firstlight.ops.triton_support import cdiv, read_tiles, register_limit, tile_for
-from firstlight.quant import Packed, Weight
+from firstlight.quant import WHOLE_ROW, Packed, Weight
 
 
 @kernel
 def multiply(
     x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, T, N, K, x_scale_stride_t, x_scale_stride_k, w_stride_n, scale_stride_n,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TILES_TOGETHER: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TILES_TOGETHER: tl.constexpr, HAS_BIAS: tl.constexpr, BY_ROW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program owns BLOCK_T x BLOCK_N of y, BLOCK_N dividing 128.
+    """A program owns BLOCK_T x BLOCK_N of y, BLOCK_N dividing 128. BY_ROW: a scale a token and one a row of w, not one a block of 128.
 
     TILES_TOGETHER runs of tokens are taken together, so that they share a column's weights in L2.
     """
@@ -42,12 +43,16 @@ def multiply(
     for i_k in range(K // 128):
         b_x = tl.load(p_x, mask=m_t[:, None], other=0.0)
         b_w = tl.load(p_w, mask=m_n[None, :], other=0.0)
-        b_scale = tl.load(p_x_scale + i_k * x_scale_stride_k, mask=m_t, other=0.0) * tl.load(p_scale + i_k).to(
-            tl.float32
-        )
-        b_acc += tl.dot(b_x, b_w) * b_scale[:, None]
+        b_part = tl.dot(b_x, b_w)
+        if not BY_ROW:
+            b_x_scale = tl.load(p_x_scale + i_k * x_scale_stride_k, mask=m_t, other=0.0)
+            b_part *= (b_x_scale * tl.load(p_scale + i_k).to(tl.float32))[:, None]
+        b_acc += b_part
         p_x += 128
         p_w += 128
+    if BY_ROW:
+        b_w_scale = tl.load(scale_ptr + o_n * scale_stride_n, mask=m_n, other=0.0).to(tl.float32)
+        b_acc *= tl.load(p_x_scale, mask=m_t, other=0.0)[:, None] * b_w_scale[None, :]
     if HAS_BIAS:
         b_acc += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
     tl.store(
@@ -59,9 +64,9 @@ def multiply(
 def multiply_thin(
     x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, T, N, K, x_scale_stride_t, x_scale_stride_k, w_stride_n, scale_stride_n,
     part_columns, y_stride_part,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """A program owns BLOCK_N columns of y for BLOCK_T tokens, over a part of K; BLOCK_N divides 128.
+    """A program owns BLOCK_N columns of y for BLOCK_T tokens, over a part of K; BLOCK_N divides 128. BY_ROW: as in `multiply`.
 
     The weights are the left operand: Hopper's FP8 instructions want 64 rows there, and 8 or more on the right.
     """
@@ -79,12 +84,16 @@ def multiply_thin(
     for i_k in range(first // 128, end // 128):
         b_w = tl.load(p_w, mask=m_n[:, None], other=0.0)
         b_x = tl.load(p_x, mask=m_t[None, :], other=0.0)
-        b_scale = tl.load(p_x_scale + i_k * x_scale_stride_k, mask=m_t, other=0.0) * tl.load(p_scale + i_k).to(
-            tl.float32
-        )
-        b_acc += tl.dot(b_w, b_x) * b_scale[None, :]
+        b_part = tl.dot(b_w, b_x)
+        if not BY_ROW:
+            b_x_scale = tl.load(p_x_scale + i_k * x_scale_stride_k, mask=m_t, other=0.0)
+            b_part *= (b_x_scale * tl.load(p_scale + i_k).to(tl.float32))[None, :]
+        b_acc += b_part
         p_x += 128
         p_w += 128
+    if BY_ROW:
+        b_w_scale = tl.load(scale_ptr + o_n * scale_stride_n, mask=m_n, other=0.0).to(tl.float32)
+        b_acc *= b_w_scale[:, None] * tl.load(p_x_scale, mask=m_t, other=0.0)[None, :]
     if HAS_BIAS:
         b_acc += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
     p_y = y_ptr + i_part * y_stride_part + o_t.to(tl.int64)[None, :] * N + o_n[:, None]
@@ -128,14 +137,17 @@ def product(x: Weight, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
     if not tokens:
         return y
+    by_row = weight.format.block == (1, WHOLE_ROW)
     if isinstance(x, Packed):
         source, source_scale = x.parts["data"], x.parts["scale"]
+    elif by_row:
+        source, source_scale = quantised_rows(x, data.dtype)
     else:
         source, source_scale = quantised(x, data.dtype)
     arguments = (source, source_scale, data, scale, y if bias is None else bias, y, tokens, rows, columns)
     common: dict[str, Any] = {
         "x_scale_stride_t": source_scale.stride(0), "x_scale_stride_k": source_scale.stride(1), "w_stride_n": data.stride(0), "scale_stride_n": scale.stride(0),
-        "BLOCK_T": shape["block_t"], "BLOCK_N": shape["block_n"], "HAS_BIAS": bias is not None,
+        "BLOCK_T": shape["block_t"], "BLOCK_N": shape["block_n"], "HAS_BIAS": bias is not None, "BY_ROW": by_row,
         "num_warps": shape["warps"], "num_stages": shape["stages"],
     }  # fmt: skip
     tiles_n, tiles_t = cdiv(rows, shape["block_n"]), cdiv(tokens, shape["block_t"])

@@ -1,4 +1,4 @@
-"""Activations to FP8, one scale a token and 128 columns: scale = max|group| / largest finite value.
+"""Activations to FP8, one scale a token and 128 columns, or one a token: scale = max|group| / largest finite value.
 
 Kernel module: it needs triton.
 """
@@ -62,6 +62,28 @@ def quantise_rows(
     tl.store(scale_ptr + o_t * scale_stride_t + o_group * scale_stride_k, b_scale, mask=m_t & (o_group * 128 < K))
 
 
+@kernel
+def quantise_whole_rows(
+    x_ptr, y_ptr, scale_ptr, K, x_stride_t, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program a token: y [T, K] and scale [T] of x [T, K], which is read twice."""
+    wait_for_inputs(PDL)
+    LIMIT: tl.constexpr = 240.0 if tl.float8e4b8 == y_ptr.dtype.element_ty else 448.0
+    i_t = tl.program_id(0).to(tl.int64)
+    o_k = tl.arange(0, BLOCK_K)
+    b_most = tl.zeros([BLOCK_K], dtype=tl.float32)
+    for i_k in range(0, K, BLOCK_K):
+        b_x = tl.load(x_ptr + i_t * x_stride_t + i_k + o_k, mask=i_k + o_k < K, other=0.0).to(tl.float32)
+        b_most = tl.maximum(b_most, tl.abs(b_x))
+    scale = tl.maximum(tl.max(b_most, axis=0), LEAST) / LIMIT
+    tl.store(scale_ptr + i_t, scale)
+    for i_k in range(0, K, BLOCK_K):
+        mask = i_k + o_k < K
+        b_x = tl.load(x_ptr + i_t * x_stride_t + i_k + o_k, mask=mask, other=0.0).to(tl.float32)
+        b_y = tl.clamp(b_x / scale, -LIMIT, LIMIT).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + i_t * K + i_k + o_k, b_y, mask=mask)
+
+
 @triton.jit
 def store_packed(
     b_y, first, rows, column, columns, data_ptr, scale_ptr, scale_stride_t, scale_stride_k,
@@ -105,6 +127,19 @@ def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     y = torch.empty((tokens, columns), dtype=dtype, device=x.device)
     scale = torch.empty((tokens, cdiv(columns, 128)), dtype=torch.float32, device=x.device)
     _quantise(x, y, scale)
+    return y, scale
+
+
+def quantised_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [T, K], columns adjacent -> (x in `dtype` [T, K], scale float32 [T, 1])."""
+    tokens, columns = x.shape
+    y = torch.empty((tokens, columns), dtype=dtype, device=x.device)
+    scale = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
+    if tokens:
+        block = min(power_of_two(columns), 4096)
+        quantise_whole_rows[(tokens,)](
+            x, y, scale, columns, x.stride(0), BLOCK_K=block, num_warps=8 if block >= 4096 else 4, **dependent_launch(x)
+        )
     return y, scale
 
 

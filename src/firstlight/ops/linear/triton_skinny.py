@@ -12,7 +12,7 @@ from torch import Tensor
 
 from firstlight.ops.op import Call
 from firstlight.ops.triton_support import unavailable
-from firstlight.quant import E4M3FNUZ, PLAIN, Packed, Weight, format_of
+from firstlight.quant import E4M3FNUZ, PLAIN, WHOLE_ROW, Packed, Weight, format_of
 
 MOST_TOKENS = 4
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,6 +25,8 @@ def weight_refusal(weight: Weight) -> str | None:
         return None if weight.dtype in SUPPORTED else f"the weight is {weight.dtype}"
     if form.layout not in (PLAIN, E4M3FNUZ.name) or form.block is None or form.dtype != "float8_e4m3fn":
         return f"reads float8_e4m3fn with a scale a block, and the weight is {form}"
+    if form.block[1] == WHOLE_ROW:
+        return f"reads a scale a block, and the weight is {form}"
     if any(size & (size - 1) for size in form.block):
         return f"a tile has powers of two for sizes, and the blocks are {form.block}"
     return None
@@ -43,6 +45,8 @@ def when(call: Call) -> str | None:
         return f"serves {', '.join(map(str, SUPPORTED))}, not {x.dtype} -> {call.kwargs.get('dtype')}"
     if isinstance(weight, Tensor) and x.shape[0] > 1:
         return f"torch's product is quicker for plain weights and {x.shape[0]} tokens"
+    if isinstance(weight, Packed) and weight.format.block == (1, WHOLE_ROW) and weight.format.dtype == "float8_e4m3fn":
+        return None
     return weight_refusal(weight)
 
 

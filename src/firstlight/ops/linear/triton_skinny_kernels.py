@@ -9,7 +9,7 @@ from torch import Tensor
 
 from firstlight.ops.triton_launch import dependent_launch, kernel, let_next_begin, wait_for_earlier
 from firstlight.ops.triton_support import cdiv, power_of_two
-from firstlight.quant import Packed, Weight
+from firstlight.quant import WHOLE_ROW, Packed, Weight
 
 
 @triton.jit
@@ -60,10 +60,10 @@ def multiply(
     x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr,
     N, x_stride_t, w_stride_n, scale_stride_n,
     K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr, BY_ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program owns BLOCK_N rows, which share their scales: BLOCK_N divides SCALE_ROWS.
+    """A program owns BLOCK_N rows, which share their scales: BLOCK_N divides SCALE_ROWS. BY_ROW: each row has one scale instead.
 
     Its first tile of weights, with the scales, is asked for before the wait; and the next kernel may begin at once, to do the same.
     """
@@ -71,16 +71,21 @@ def multiply(
     i_n = tl.program_id(0).to(tl.int64)
     o_n, o_t, o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
     m_n = o_n < N
+    p_row_scale = scale_ptr + o_n * scale_stride_n
     scale_ptr += i_n * BLOCK_N // SCALE_ROWS * scale_stride_n
     p_w = w_ptr + o_n[:, None] * w_stride_n + o_k[None, :]
     b_w = tl.load(p_w, mask=m_n[:, None] & (o_k < K)[None, :], other=0.0)
     b_scale = scales_of(scale_ptr, 0, K, BLOCK_K, SCALE_COLUMNS, HAS_SCALE)
+    if BY_ROW:
+        b_row_scale = tl.load(p_row_scale, mask=m_n, other=0.0).to(tl.float32)
     wait_for_earlier(PDL)
     b_y = dots(b_w, b_scale, x_ptr, x_stride_t, 0, K, TOKENS, BLOCK_N, BLOCK_K, SCALE_COLUMNS)
     for i_k in range(BLOCK_K, K, BLOCK_K):
         b_w = tl.load(p_w + i_k, mask=m_n[:, None] & (i_k + o_k < K)[None, :], other=0.0)
         b_scale = scales_of(scale_ptr, i_k, K, BLOCK_K, SCALE_COLUMNS, HAS_SCALE)
         b_y += dots(b_w, b_scale, x_ptr, x_stride_t, i_k, K, TOKENS, BLOCK_N, BLOCK_K, SCALE_COLUMNS)
+    if BY_ROW:
+        b_y *= b_row_scale[:, None]
     if HAS_BIAS:
         b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
     tl.store(y_ptr + o_t[None, :] * N + o_n[:, None], b_y.to(y_ptr.dtype.element_ty), mask=m_n[:, None])
@@ -132,12 +137,13 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, 
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
     block_n, block_k, warps = tile_of(rows, columns, tokens, data.element_size() == 1)
     block_n, block_k = tuning.get("block_n", block_n), tuning.get("block_k", block_k)
-    block_n, warps = divisor(block[0], block_n), tuning.get("num_warps", warps)
+    by_row = block == (1, WHOLE_ROW)
+    block_n, warps = block_n if by_row else divisor(block[0], block_n), tuning.get("num_warps", warps)
     multiply[(cdiv(rows, block_n),)](
         x, data, scale, x if bias is None else bias, y, rows,
         x_stride_t=x.stride(0), w_stride_n=data.stride(0), scale_stride_n=scale.stride(0), K=columns,
         TOKENS=tokens, BLOCK_N=block_n, BLOCK_K=block_k, SCALE_ROWS=block[0], SCALE_COLUMNS=block[1],
-        HAS_SCALE=isinstance(weight, Packed), HAS_BIAS=bias is not None, num_warps=warps,
+        HAS_SCALE=isinstance(weight, Packed) and not by_row, BY_ROW=by_row, HAS_BIAS=bias is not None, num_warps=warps,
         **dependent_launch(x),
     )  # fmt: skip
     return y
