@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import os
 
-import torch
+worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+if (
+    gpus := os.environ.get("TEST_GPUS") if worker else None
+):  # of run.sh: a worker has one of them, chosen before torch looks
+    devices = gpus.split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(worker.removeprefix("gw")) % len(devices)]
+
+import torch  # noqa: E402
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
