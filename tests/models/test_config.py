@@ -100,9 +100,12 @@ def test_yarn_magnitude_follows_mscale():
 
 
 def channels(**changes):
-    """compressed-tensors' FP8 by channel, with changes of its group's parts."""
+    """compressed-tensors' FP8 by channel, with changes of its group's parts; `...` for a field leaves it out."""
     group = CHANNELS["config_groups"]["group_0"]
-    parts = {part: {**group[part], **values} for part, values in changes.items()}
+    parts = {
+        part: {key: value for key, value in {**group[part], **values}.items() if value is not ...}
+        for part, values in changes.items()
+    }
     return {**CHANNELS, "config_groups": {"group_0": {**group, **parts}}}
 
 
@@ -115,8 +118,20 @@ def channels(**changes):
         (channels(weights={"num_bits": 4}), "has weights .*'num_bits': 4.* is supported"),
         (channels(weights={"strategy": "tensor"}), "has weights .*'tensor'"),
         (channels(input_activations={"dynamic": False}), "has input_activations .*'dynamic': False"),
-        ({**channels(), "ignore": ["re:("]}, "no regular expression"),
-        ({**channels(), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
+        (channels(weights={"strategy": ...}), "has weights {'type': 'float', 'num_bits': 8, 'dynamic'"),
+        (channels(input_activations={"dynamic": ...}), "has input_activations .*'token', 'symmetric': True}"),
+        ({**channels(), "format": "pack-quantized"}, "format 'pack-quantized' is not supported; supported: 'float-"),
+        ({**channels(), "ignore": ["re:.*gate", "re:("]}, r"ignore has '\(', which is no regular .*: unclosed group"),
+        ({**channels(), "ignore": ["re:a{99999999999}"]}, r"ignore has 'a\{99999999999\}'"),
+        ({**channels(), "ignore": ["re:" + "(" * 5000]}, r"ignore has '\(+\.\.\.', which is no regular expression"),
+        ({**channels(), "ignore": ["re:(?!.*gate).*"]}, "linear time: look-around, .*, is not supported"),
+        (
+            {**channels(), "ignore": [r"re:\w{200}" + "x" * i for i in range(30)]},
+            "the 30 regular .* too large together",
+        ),
+        ({**channels(), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is {'num_bits': 8}, .*; it must be null"),
+        ({**channels(), "transform_config": {"config_groups": {"R1": {}}}}, "transform_config is .*; it must be null"),
+        ({**channels(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is .*sparse-24-bitmask"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "both must be at least 1"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "static"}, "'static' is not supp"),
@@ -147,6 +162,47 @@ def test_scales_by_channel_are_told_by_the_config_or_by_what_is_stored():
     stored = {names[1] + "_scale_inv": torch.float32}
     found = scheme_of({"quantization_config": quantization}, torch.bfloat16, stored=stored)
     assert [found.format(name).block for name in names] == [None, (1, WHOLE_ROW), None]
+
+
+def test_what_compressed_tensors_writes_beside_the_scheme_is_accepted():
+    """Fields that say nothing, as checkpoints of several years have them; those of 2024 under `compression_config`."""
+    unset = {"actorder": None, "block_structure": None, "group_size": None, "observer": "minmax", "observer_kwargs": {}}
+    quantization = {**channels(weights=unset, input_activations={**unset, "observer": None}), "version": "0.12.2"}
+    quantization |= {"sparsity_config": {"format": "dense"}, "transform_config": {}, "global_compression_ratio": None}
+    quantization["config_groups"]["group_0"] |= {"output_activations": None, "format": "float-quantized"}
+    for key in ("quantization_config", "compression_config"):
+        scheme = scheme_of({key: quantization}, torch.bfloat16)
+        assert scheme.format("model.layers.0.mlp.up_proj.weight").block == (1, WHOLE_ROW)
+
+
+@pytest.mark.timeout(20)
+def test_patterns_of_an_untrusted_config_take_no_longer_than_names_are_long():
+    patterns = ["re:(([a-z0-9_.])+)+!", "re:" + "(.*)" * 30 + "!", *(f"re:.*x{i}$" for i in range(2000))]
+    scheme = scheme_of({"quantization_config": {**channels(), "ignore": patterns}}, torch.bfloat16)
+    for layer in range(100):
+        assert scheme.format(f"model.layers.{layer}.self_attn.q_proj.weight").block == (1, WHOLE_ROW)
+
+
+def test_patterns_of_stored_tensors_are_not_asked():
+    """What is stored decides, so that a pattern that we can't match keeps no checkpoint from being served."""
+    quantization = {**channels(), "ignore": ["re:(?!.*gate).*"]}
+    stored = {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.float32}
+    scheme = scheme_of({"quantization_config": quantization}, torch.bfloat16, stored=stored)
+    assert scheme.format("model.layers.0.mlp.up_proj.weight").block == (1, WHOLE_ROW)
+
+
+def test_patterns_see_published_names():
+    ignored = [
+        r"re:model\.language_model\.layers\.0\..*",
+        "re:^(?:model.visual|lm_head)",
+        "model.language_model.layers.2.mlp",
+    ]
+    quantization = {**channels(), "ignore": ignored}
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(3)]
+    several = scheme_of({"quantization_config": quantization, "text_config": {}}, torch.bfloat16)
+    assert [several.format(name).is_plain for name in names] == [True, False, True]
+    text = scheme_of({"quantization_config": quantization}, torch.bfloat16)
+    assert [text.format(name).is_plain for name in names] == [False, False, True]
 
 
 def test_sections_of_mrope_must_fit():

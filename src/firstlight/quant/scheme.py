@@ -15,6 +15,7 @@ import torch
 
 from firstlight.errors import InputError
 from firstlight.quant.format import WHOLE_ROW, Format, plain
+from firstlight.quant.patterns import matcher
 
 SCALE_SUFFIX = "_scale_inv"
 
@@ -41,7 +42,7 @@ class BlockFp8(Scheme):
     `compressed-tensors` with a scale for each channel, which is a row (block (1, `WHOLE_ROW`)).
 
     skip: modules that stay in high precision, by name or by any whole part of it ("lm_head", "mlp.gate"); patterns: the same, as
-    regular expressions for whole names. stored: dtypes of
+    regular expressions for published names, which begin with `published` where ours begin with "model.". stored: dtypes of
     the checkpoint's tensors by name, or None where there is no checkpoint, or none to ask yet. scale_dtype: of the scales then.
     """
 
@@ -50,6 +51,7 @@ class BlockFp8(Scheme):
     stored: Mapping[str, torch.dtype] | None = None
     scale_dtype: torch.dtype = torch.bfloat16
     patterns: tuple[str, ...] = ()
+    published: str = "model."
 
     def format(self, name: str) -> Format:
         """Format of the weight with this checkpoint name; `{expert}` in it stands for any expert."""
@@ -60,9 +62,9 @@ class BlockFp8(Scheme):
         if HIGH_PRECISION.search(probe) or any(f".{skip}." in f".{probe}." for skip in self.skip):
             return plain(self.dtype)
         module = probe.removesuffix(".weight")
-        if any(re.match(pattern, module) for pattern in self.patterns):
-            return plain(self.dtype)
-        return self._scaled(self.scale_dtype)
+        if module.startswith("model."):
+            module = self.published + module.removeprefix("model.")
+        return plain(self.dtype) if matcher(self.patterns)(module) else self._scaled(self.scale_dtype)
 
     def _scaled(self, scale: torch.dtype) -> Format:
         return Format("float8_e4m3fn", self.block, str(scale).removeprefix("torch."))
@@ -93,7 +95,7 @@ def scheme_of(
     if ggml_types is not None:
         return GgufBlocks(dtype, ggml_types)
     nested = config.get("text_config")
-    quantization = config.get("quantization_config")
+    quantization = config.get("quantization_config") or config.get("compression_config")  # compressed-tensors' of 2024
     if not quantization and isinstance(nested, Mapping):
         quantization = nested.get("quantization_config")
     if not quantization:
@@ -102,7 +104,8 @@ def scheme_of(
         raise InputError(f"config.json: quantization_config is {quantization!r}; it must be an object")
     method = quantization.get("quant_method")
     if method == "compressed-tensors":
-        return _channel_fp8(quantization, dtype, stored)
+        published = "model.language_model." if isinstance(nested, Mapping) else "model."
+        return _channel_fp8(quantization, dtype, stored, published)
     block = quantization.get("weight_block_size")
     if method != "fp8" or not (isinstance(block, list | tuple) and [type(n) for n in block] == [int, int]):
         raise InputError(
@@ -124,46 +127,64 @@ def scheme_of(
 
 
 def _names(quantization: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """A list of modules' names, as the families rename tensors."""
+    """A list of modules' names, as the families rename tensors; regular expressions ("re:...") as they are."""
     names = quantization.get(key) or ()
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise InputError(f"quantization_config: {key} must be a list of names")
-    return tuple(name.replace("language_model.", "") for name in names)
+    return tuple(name if name.startswith("re:") else name.replace("language_model.", "") for name in names)
 
 
 CHANNEL_WEIGHTS = {"type": "float", "num_bits": 8, "strategy": "channel", "dynamic": False, "symmetric": True}
 TOKEN_ACTIVATIONS = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
 """Of a group in `config_groups`: FP8 with a scale for each row of a weight, and one for each token, found as it comes."""
+DEFAULTS = {"type": "int", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+"""What compressed-tensors takes for a field that isn't there."""
+FLOAT8_FORMATS = (None, "float-quantized", "naive-quantized")
+"""Of compressed-tensors' `format`, those that store FP8 an element a byte, as it is."""
 
 
 def _channel_fp8(
-    quantization: Mapping[str, Any], dtype: torch.dtype, stored: Mapping[str, torch.dtype] | None
+    quantization: Mapping[str, Any], dtype: torch.dtype, stored: Mapping[str, torch.dtype] | None, published: str
 ) -> Scheme:
     """compressed-tensors' FP8 by channel and token (published as "FP8-dynamic"). Raises InputError for its other schemes."""
     groups = quantization.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, Mapping) else groups
     if not isinstance(groups, list) or len(groups) != 1 or not isinstance(groups[0], Mapping):
         raise InputError(f"quantization_config: config_groups is {groups!r}; exactly one group is supported")
+    group = groups[0]
     for part, wanted in (("weights", CHANNEL_WEIGHTS), ("input_activations", TOKEN_ACTIVATIONS)):
-        given = groups[0].get(part)
-        if not isinstance(given, Mapping) or any(given.get(key, value) != value for key, value in wanted.items()):
+        given = group.get(part)
+        if not isinstance(given, Mapping) or any(given.get(key, DEFAULTS[key]) != wanted[key] for key in wanted):
             raise InputError(
                 f"quantization_config: config_groups has {part} {given!r}; of compressed-tensors, {wanted} is supported"
             )
-    if groups[0].get("targets", ["Linear"]) != ["Linear"]:
-        raise InputError(
-            f"quantization_config: targets {groups[0]['targets']!r} are not supported; supported: ['Linear']"
-        )
-    if quantization.get("kv_cache_scheme") is not None:
-        raise InputError("quantization_config: kv_cache_scheme is not supported; it must be null")
+    if group.get("targets", ["Linear"]) != ["Linear"]:
+        raise InputError(f"quantization_config: targets {group['targets']!r} are not supported; supported: ['Linear']")
+    for fields in (quantization, group):
+        if fields.get("format") not in FLOAT8_FORMATS:
+            raise InputError(
+                f"quantization_config: format {fields['format']!r} is not supported; supported: 'float-quantized', 'naive-quantized'"
+            )
+    _refuse_more(quantization, group)
     ignored = _names(quantization, "ignore")
     patterns = tuple(name.removeprefix("re:") for name in ignored if name.startswith("re:"))
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise InputError(
-                f"quantization_config: ignore has {pattern!r}, which is no regular expression: {error}"
-            ) from error
+    if stored is None:
+        matcher(patterns)  # refuses what it can't match
     skip = tuple(name for name in ignored if not name.startswith("re:"))
-    return BlockFp8(dtype, (1, WHOLE_ROW), skip, stored, patterns=patterns)
+    return BlockFp8(dtype, (1, WHOLE_ROW), skip, stored, patterns=patterns, published=published)
+
+
+def _refuse_more(quantization: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """What compressed-tensors may do beside quantising weights and inputs, none of which we do. Raises InputError."""
+    sparsity = quantization.get("sparsity_config")
+    more = {
+        "kv_cache_scheme": quantization.get("kv_cache_scheme"),
+        "output_activations": group.get("output_activations"),
+        "transform_config": quantization.get("transform_config") or None,
+        "sparsity_config": None
+        if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") == "dense"
+        else sparsity,
+    }
+    for name, value in more.items():
+        if value is not None:
+            raise InputError(f"quantization_config: {name} is {value!r}, which is not supported; it must be null")

@@ -76,7 +76,7 @@ def _model_class(transformers: Any, config: Mapping[str, Any]) -> Any:
 
 def fill(model: Any, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
     """Give every parameter, and every buffer that is stored, the values of its tensor. Raises CheckpointError."""
-    scheme = scheme_of(config, torch.float32)
+    scheme = scheme_of(config, torch.float32, stored={name: tensor.dtype for name, tensor in tensors.items()})
     block = scheme.block if isinstance(scheme, BlockFp8) else (1, 1)
     with torch.no_grad():
         stored = model.state_dict(keep_vars=True)  # has tied parameters twice, which named_parameters has once
