@@ -96,6 +96,41 @@ def test_fp8_values_without_their_scale_are_refused(tmp_path):
         load(tmp_path)
 
 
+def test_scales_by_channel_are_missed_under_their_names(tmp_path):
+    quantise_checkpoint(tmp_path, "qwen3_moe", (1, WHOLE_ROW), torch.float32)
+    missing = "model.layers.0.mlp.experts.2.down_proj.weight_scale"
+    change(tmp_path, lambda t: t.pop(missing))
+    with pytest.raises(CheckpointError, match=f"tensor {missing} or {missing}_inv is missing from the checkpoint"):
+        load(tmp_path)
+    missing = "model.layers.0.self_attn.k_proj.weight_scale"
+    change(tmp_path, lambda t: t.pop(missing))
+    with pytest.raises(CheckpointError, match=f"float8_e4m3fn; .*; tensor {missing} or {missing}_inv is missing"):
+        load(tmp_path)
+
+
+def _exponents(scale):
+    return (scale.log2().round() + 127).to(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda scale: scale[:, 0].clone(), r"up_proj\.weight_scale has shape \[256\]; the model needs \[256, 1\]"),
+        (lambda scale: scale[:-1].clone(), r"up_proj\.weight_scale has shape \[255, 1\]; the model needs \[256, 1\]"),
+        (lambda scale: scale[0, 0].clone(), r"up_proj\.weight_scale has shape \[\]; the model needs \[256, 1\]"),
+        (_exponents, r"up_proj\.weight_scale is uint8; scales in bfloat16, float16, float32 are supported"),
+        (lambda scale: scale.to(torch.float8_e8m0fnu), r"up_proj\.weight_scale is float8_e8m0fnu; scales in bfloat16"),
+    ],
+    ids=["one dimension", "short", "one", "bytes", "exponents"],
+)
+def test_scales_by_channel_of_another_kind_are_refused(changed, message, tmp_path):
+    quantise_checkpoint(tmp_path, "qwen3", (1, WHOLE_ROW), torch.float32)
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    change(tmp_path, lambda t: t.update({name: changed(t[name])}))
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
 def test_experts_whose_scales_differ_in_dtype_are_refused(tmp_path):
     """They share one stack, in which the finer scales would be rounded."""
     quantise_checkpoint(tmp_path, "qwen3_moe", (128, 128), torch.bfloat16)

@@ -61,6 +61,9 @@ def targets(model: torch.nn.Module) -> Iterator[Target]:
 COMPRESSED_SUFFIX = ".weight_scale"
 """What checkpoints of compressed-tensors call the scales that others call `.weight_scale_inv`; in both, value = element * scale."""
 
+SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Integers may be exponents, and kernels don't read scales in FP8."""
+
 
 def own_name(model_class: type[CausalModel], name: str) -> str:
     """The name that the model's modules use for a published one."""
@@ -153,11 +156,15 @@ def check_dtype(spec: WeightSpec, role: TensorRole, tensor: StoredTensor) -> Non
     form, name = spec.format, tensor.name
     if form.is_plain:
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            missing = f"; tensor {name}{SCALE_SUFFIX} is missing" if tensor.dtype.itemsize == 1 else ""
+            scales = f"{name}_scale or {name}{SCALE_SUFFIX}"
+            missing = f"; tensor {scales} is missing" if tensor.dtype.itemsize == 1 else ""
             raise CheckpointError(
                 f"tensor {name} is {dtype_name(tensor.dtype)}; the model needs float16, bfloat16 or float32{missing}"
             )
         return
+    if role.scale and tensor.dtype not in SCALE_DTYPES:
+        kinds = ", ".join(map(dtype_name, SCALE_DTYPES))
+        raise CheckpointError(f"tensor {name} is {dtype_name(tensor.dtype)}; scales in {kinds} are supported")
     found = tensor.ggml_type if form.block is None else dtype_name(tensor.dtype)
     expected = form.scale_dtype if role.scale else form.dtype
     widened = role.scale and expected == "float32" and found in ("bfloat16", "float16")
@@ -237,7 +244,9 @@ def two_forms_error(names: list[str]) -> CheckpointError:
 def missing_error(names: list[str]) -> CheckpointError:
     """For tensors of one weight that aren't there."""
     more = f" (and {len(names) - 1} more of this weight)" if len(names) > 1 else ""
-    return CheckpointError(f"tensor {names[0]} is missing from the checkpoint{more}")
+    values = names[0].removesuffix(SCALE_SUFFIX)
+    wanted = names[0] if values == names[0] else f"{values}_scale or {names[0]}"
+    return CheckpointError(f"tensor {wanted} is missing from the checkpoint{more}")
 
 
 def unknown_error(name: str) -> CheckpointError:
