@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import CHANNELS
 from torch.utils._pytree import tree_leaves
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.interpreter import InterpretedFunction
@@ -43,9 +44,11 @@ GENEROUS = 16 << 20
 """Bytes that a provider may declare above twice what it takes: bounds may be plain."""
 
 
-def calls_of(name):
+def calls_of(name, quantization):
     """Every different call of a model in all buckets, composites' parts included: (op, Call)."""
     config = json.loads((CONFIGS / f"{name}.json").read_text())
+    if quantization is not None:
+        config["quantization_config"] = quantization
     scheme = scheme_of(config, torch.bfloat16)
     model = build_model(config, dtype=torch.bfloat16, scheme=scheme)
     for _, site in sites(model):
@@ -104,13 +107,17 @@ def forms(provider, call):
         yield replace(call, args=(packed, *call.args[1:]), kwargs={**call.kwargs, "dtype": x.dtype})
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B-FP8", "Qwen3.5-35B-A3B", "Qwen3-8B"])
-def test_scratch_memory_is_declared(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("Qwen3.5-35B-A3B-FP8", None), ("Qwen3.5-35B-A3B", None), ("Qwen3-8B", None), ("Qwen3-8B", CHANNELS)],
+    ids=["blocks", "mixture", "plain", "channels"],
+)
+def test_scratch_memory_is_declared(name, quantization, monkeypatch):
     for kernel in (InterpretedFunction, GluonJITFunction):
         monkeypatch.setattr(kernel, "__getitem__", lambda self, grid: lambda *args, **kwargs: None)
     wrong = {}
     tried = set()
-    for op, recorded in calls_of(name):
+    for op, recorded in calls_of(name, quantization):
         for provider, call in [(p, form) for p in op.providers.values() for form in forms(p, recorded)]:
             if provider.name in READ_LENGTHS or provider.when(call) is not None:
                 continue
@@ -126,4 +133,6 @@ def test_scratch_memory_is_declared(name, monkeypatch):
     assert {("attention", "triton_paged"), ("attention", "hopper_paged")} <= tried
     if name == "Qwen3.5-35B-A3B-FP8":
         assert {("moe", "hopper_grouped"), ("experts", "hopper_grouped")} <= tried
+    if quantization is CHANNELS:
+        assert {("linear", "triton_row_fp8"), ("linear", "torch_row_fp8"), ("linear", "triton_skinny")} <= tried
     assert not wrong

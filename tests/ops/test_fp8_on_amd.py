@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import CHANNELS
 
 from firstlight.hardware import GPUS
 from firstlight.models import build_model
@@ -36,3 +37,18 @@ def test_layout_and_providers_of_each_gpu(name, converted):
     assert mixtures == {("triton_few" + suffix, "triton_grouped" + suffix, many)}
     qkvz = {tuple(providers[:2]) for path, providers in bound.items() if path.endswith("in_proj_qkvz.product")}
     assert qkvz == {("triton_skinny" + suffix, "triton_block_fp8" + suffix)}
+
+
+@pytest.mark.parametrize(("name", "converted"), [("mi300x", True), ("mi355x", False), ("h200", False)])
+def test_scales_by_channel_on_each_gpu(name, converted):
+    """Linear layers have fast providers in every bucket; experts, which none reads so, stay as they are stored."""
+    config = json.loads(CONFIG.read_text()) | {"quantization_config": CHANNELS}
+    model = build_model(config, dtype=torch.bfloat16, scheme=scheme_of(config, torch.bfloat16))
+    hardware = replace(GPUS[name], features=GPUS[name].features | {"triton"})
+    _, layouts = bind_model(model, BUCKETS, hardware)
+    assert set(layouts.values()) == ({E4M3FNUZ.name} if converted else set())
+    assert not {"gate_up_proj", "down_proj"} & {attribute for path, attribute in layouts if path.endswith("mlp")}
+    suffix = "_fnuz" if converted else ""
+    many = "torch_row_fp8" if name == "h200" else "triton_row_fp8" + suffix
+    bound = {tuple(c.provider for c in site.choices) for path, site in sites(model) if path.endswith("qkvz.product")}
+    assert bound == {("triton_skinny" + suffix, "triton_row_fp8" + suffix, many)}
