@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from product_checks import check_linear
+from product_checks import check_linear, draw, exactly, fp8, relative_error, strided
 from torch import Tensor
 
 from firstlight.ops.linear import torch_row_fp8, triton_block_fp8, triton_row_fp8, triton_skinny
@@ -52,6 +52,19 @@ def test_row_fp8(tokens: int, columns: int) -> None:
     check_linear(
         triton_row_fp8.run, "cpu", torch.float16, tokens, 150, columns, INTERPRETED_FP8, block=(1, WHOLE_ROW), bias=True
     )
+
+
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(2, 1, 128), (5, 3, 2048), (33, 129, 384), (130, 3, 128)])
+def test_row_fp8_adds_nothing_to_its_quantisation(tokens: int, rows: int, columns: int) -> None:
+    """The exact product of what the activations became, whatever the cast to FP8 made of them."""
+    from firstlight.ops.linear.triton_quantise import quantised_rows
+
+    x = strided(draw(tokens, columns, dtype=torch.float16, device="cpu"))
+    weight = fp8(draw(rows, columns, dtype=torch.float32, device="cpu"), (1, WHOLE_ROW))
+    data, scale = quantised_rows(x, torch.float8_e4m3fn)
+    assert torch.allclose(scale[:, 0], x.float().abs().amax(1) / 448, rtol=1e-6)
+    expected = data.double() * scale.double() @ exactly(weight).T
+    assert relative_error(triton_row_fp8.run(x, weight, dtype=torch.float32), expected) < 1e-6
 
 
 def test_torch_row_fp8() -> None:
