@@ -15,6 +15,8 @@ from firstlight.models import build_model
 from firstlight.models.walk import record
 from firstlight.ops.op import REGISTRY, sites
 from firstlight.ops.sizes import sizes_of
+from firstlight.quant import WHOLE_ROW
+from firstlight.quant.blocks import pack_blocks
 from firstlight.step import Bucket
 
 STEPS = [
@@ -113,3 +115,12 @@ def test_tokens_requests_and_bounds_are_read_off():
     assert (head.step, head.fixed) == ({"tokens": 2}, {"rows": 512, "columns": 128})
     assert found["layers.0.mixer.mix.prefill", "gated_delta"][0].step == {"tokens": 40, "requests": 2, "query": 30}
     assert found["layers.0.mlp.mixture", "moe"][0].fixed["shared"] == 64
+
+
+def test_what_was_timed_on_scales_of_blocks_says_nothing_of_those_of_rows():
+    x, weight = torch.empty(3, 256, dtype=torch.bfloat16), torch.empty(128, 256)
+    formats = [
+        sizes_of(REGISTRY["linear"], (x, pack_blocks(weight, block, torch.float8_e4m3fn, torch.float32)), {}).format
+        for block in ((128, 128), (1, WHOLE_ROW))
+    ]
+    assert formats == ["float8_e4m3fn", "float8_e4m3fn/row"]

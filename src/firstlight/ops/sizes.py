@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from firstlight.ops.op import Op
-from firstlight.quant import Packed, dtype_name
+from firstlight.quant import WHOLE_ROW, Packed, dtype_name
 
 Given = Mapping[str, Any]
 
@@ -45,9 +45,16 @@ def sizes_of(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sizes:
     return READERS.get(op.name, _plain)(given)
 
 
+BY_ROW = "/row"
+"""Behind the dtype of a weight with a scale a row, whose kernels aren't those of blocks."""
+
+
 def stored(value: Any) -> str:
     """The dtype or block type that a weight is stored in."""
-    return value.format.dtype if isinstance(value, Packed) else dtype_name(value.dtype)
+    if not isinstance(value, Packed):
+        return dtype_name(value.dtype)
+    block = value.format.block
+    return value.format.dtype + (BY_ROW if block is not None and block[1] == WHOLE_ROW else "")
 
 
 def _step(given: Given, tokens: int) -> dict[str, int]:
