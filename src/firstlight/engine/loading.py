@@ -10,6 +10,7 @@ import torch
 
 from firstlight.cache import CachePool, PagedSpec, SlotSpec, page_bytes, slot_bytes
 from firstlight.config import EngineOptions
+from firstlight.engine.fallbacks import warn_of_references
 from firstlight.engine.request_ops import RequestOps
 from firstlight.engine.sampler import Sampler
 from firstlight.engine.table import timings_of
@@ -161,6 +162,7 @@ def bind_only(
         more=more,
         timings=timings_of(options.table, hardware),
     )
+    warn_of_references(model, hardware)
     return BoundModel(
         options,
         model,
