@@ -65,7 +65,7 @@ def test_fp8_by_row(tokens: int, rows: int, columns: int) -> None:
         check_linear(triton_skinny.run, "cuda", BF16, tokens, rows, columns, 2e-2, **options)
     if tokens > 1:
         check_linear(triton_row_fp8.run, "cuda", BF16, tokens, rows, columns, QUANTISED, **options)
-    if tokens >= torch_row_fp8.LEAST_TOKENS and rows % torch_row_fp8.MULTIPLE == 0:
+    if tokens >= torch_block_fp8.LEAST_TOKENS and rows % torch_row_fp8.MULTIPLE == 0:
         check_linear(torch_row_fp8.run, "cuda", BF16, tokens, rows, columns, QUANTISED, block=(1, WHOLE_ROW))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from firstlight.ops.op import Op
-from firstlight.quant import WHOLE_ROW, Packed, dtype_name
+from firstlight.quant import Packed, dtype_name
 
 Given = Mapping[str, Any]
 
@@ -53,8 +53,7 @@ def stored(value: Any) -> str:
     """The dtype or block type that a weight is stored in."""
     if not isinstance(value, Packed):
         return dtype_name(value.dtype)
-    block = value.format.block
-    return value.format.dtype + (BY_ROW if block is not None and block[1] == WHOLE_ROW else "")
+    return value.format.dtype + (BY_ROW if value.format.by_row else "")
 
 
 def _step(given: Given, tokens: int) -> dict[str, int]:

@@ -38,6 +38,11 @@ class Format:
         return self.block is None and self.layout == PLAIN and hasattr(torch, self.dtype)
 
     @property
+    def by_row(self) -> bool:
+        """Whether each row has one scale, however long it is."""
+        return self.block == (1, WHOLE_ROW)
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype of an element. Raises TypeError for GGUF block types, which have none."""
         dtype = getattr(torch, self.dtype, None)
@@ -52,7 +57,7 @@ class Format:
     def __str__(self) -> str:
         text = self.dtype
         if self.block and self.scale_dtype:
-            columns = "row" if self.block[1] == WHOLE_ROW else self.block[1]
+            columns = "row" if self.by_row else self.block[1]
             text += f"/{self.block[0]}x{columns}:{self.scale_dtype}"
         return text if self.layout == PLAIN else f"{text}@{self.layout}"
 

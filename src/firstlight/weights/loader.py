@@ -156,8 +156,7 @@ def check_dtype(spec: WeightSpec, role: TensorRole, tensor: StoredTensor) -> Non
     form, name = spec.format, tensor.name
     if form.is_plain:
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            scales = f"{name}_scale or {name}{SCALE_SUFFIX}"
-            missing = f"; tensor {scales} is missing" if tensor.dtype.itemsize == 1 else ""
+            missing = f"; tensor {_scale_names(name)} is missing" if tensor.dtype.itemsize == 1 else ""
             raise CheckpointError(
                 f"tensor {name} is {dtype_name(tensor.dtype)}; the model needs float16, bfloat16 or float32{missing}"
             )
@@ -245,8 +244,13 @@ def missing_error(names: list[str]) -> CheckpointError:
     """For tensors of one weight that aren't there."""
     more = f" (and {len(names) - 1} more of this weight)" if len(names) > 1 else ""
     values = names[0].removesuffix(SCALE_SUFFIX)
-    wanted = names[0] if values == names[0] else f"{values}_scale or {names[0]}"
+    wanted = names[0] if values == names[0] else _scale_names(values)
     return CheckpointError(f"tensor {wanted} is missing from the checkpoint{more}")
+
+
+def _scale_names(name: str) -> str:
+    """What the scales of a tensor may be called in a checkpoint."""
+    return f"{name}_scale or {name}{SCALE_SUFFIX}"
 
 
 def unknown_error(name: str) -> CheckpointError:

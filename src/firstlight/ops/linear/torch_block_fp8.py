@@ -23,9 +23,19 @@ def when(call: Call) -> str | None:
     if reason := triton_block_fp8.when(call):
         return reason
     x, weight = call.args[:2]
-    bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
     if isinstance(x, Packed) and x.format != FLOAT8_BY_COLUMN:
         return f"reads activations packed as {FLOAT8_BY_COLUMN}, not {x.format}"
+    if reason := refusal(call):
+        return reason
+    if weight.shape[0] % triton_block_fp8.BLOCK or weight.shape[1] % (SCALE_COLUMNS * triton_block_fp8.BLOCK):
+        return f"needs rows a multiple of 128 and columns of 512, not {weight.shape}"
+    return None
+
+
+def refusal(call: Call) -> str | None:
+    """Why torch's scaled FP8 products aren't for a call, whatever their scales: they are for many tokens on Hopper."""
+    x = call.args[0]
+    bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
     if call.hardware.architecture != "sm_90":
         return f"serves sm_90, not {call.hardware.architecture}"
     given = call.kwargs.get("dtype") or (None if isinstance(x, Packed) else x.dtype)
@@ -33,8 +43,6 @@ def when(call: Call) -> str | None:
         return "gives bfloat16 without a bias"
     if x.shape[0] < LEAST_TOKENS:
         return f"serves {LEAST_TOKENS} tokens or more, not {x.shape[0]}"
-    if weight.shape[0] % triton_block_fp8.BLOCK or weight.shape[1] % (SCALE_COLUMNS * triton_block_fp8.BLOCK):
-        return f"needs rows a multiple of 128 and columns of 512, not {weight.shape}"
     return None
 
 

@@ -9,27 +9,19 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.linear import triton_row_fp8
+from firstlight.ops.linear.torch_block_fp8 import refusal
 from firstlight.ops.op import Call
 from firstlight.quant import Packed
 
 MULTIPLE = 16
 """torch takes rows and columns of weights in multiples of so many."""
-LEAST_TOKENS = 256
-"""Below it, tiles of its fixed size are mostly empty."""
 
 
 def when(call: Call) -> str | None:
     """Many tokens on a Hopper GPU, results in bfloat16, no bias."""
-    if reason := triton_row_fp8.when(call):
+    if reason := triton_row_fp8.when(call) or refusal(call):
         return reason
-    x, weight = call.args[:2]
-    bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
-    if call.hardware.architecture != "sm_90":
-        return f"serves sm_90, not {call.hardware.architecture}"
-    if bias is not None or (call.kwargs.get("dtype") or x.dtype) != torch.bfloat16:
-        return "gives bfloat16 without a bias"
-    if x.shape[0] < LEAST_TOKENS:
-        return f"serves {LEAST_TOKENS} tokens or more, not {x.shape[0]}"
+    weight = call.args[1]
     return f"needs rows in multiples of {MULTIPLE}, not {weight.shape[0]}" if weight.shape[0] % MULTIPLE else None
 
 

@@ -45,8 +45,12 @@ def when(call: Call) -> str | None:
 def workspace(call: Call) -> int:
     """Quantised activations with their scales, and for few tokens the partial sums of tiles that K is cut for: bytes."""
     x, weight = call.args[:2]
-    partial = min(PARTIAL_BYTES, x.shape[0] * weight.shape[0] * 4 * MOST_PARTS)
-    return quantised_bytes(x) + (partial if x.shape[0] <= MOST_CUT else 0)
+    return quantised_bytes(x) + partial_bytes(x.shape[0], weight.shape[0])
+
+
+def partial_bytes(tokens: int, rows: int) -> int:
+    """Sums of parts of K, where K may be cut for so few tokens."""
+    return min(PARTIAL_BYTES, tokens * rows * 4 * MOST_PARTS) if tokens <= MOST_CUT else 0
 
 
 def quantised_bytes(x: Weight) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from firstlight.ops.linear.triton_quantise import quantised, quantised_rows
 from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
 from firstlight.ops.triton_support import cdiv, read_tiles, register_limit, tile_for
-from firstlight.quant import WHOLE_ROW, Packed, Weight
+from firstlight.quant import Packed, Weight
 
 
 @kernel
@@ -137,7 +137,7 @@ def product(x: Weight, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
     if not tokens:
         return y
-    by_row = weight.format.block == (1, WHOLE_ROW)
+    by_row = weight.format.by_row
     if isinstance(x, Packed):
         source, source_scale = x.parts["data"], x.parts["scale"]
     elif by_row:

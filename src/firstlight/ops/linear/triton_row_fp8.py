@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from firstlight.ops.linear.triton_block_fp8 import BLOCK, LEAST_TOKENS, MOST_CUT, MOST_PARTS, PARTIAL_BYTES
+from firstlight.ops.linear import triton_block_fp8
+from firstlight.ops.linear.triton_block_fp8 import BLOCK, LEAST_TOKENS, partial_bytes
 from firstlight.ops.op import Call
 from firstlight.ops.triton_support import unavailable
-from firstlight.quant import E4M3FNUZ, PLAIN, WHOLE_ROW, Packed
+from firstlight.quant import E4M3FNUZ, PLAIN, Packed
 
 SUPPORTED = (torch.bfloat16, torch.float16)
 """Dtypes of activations."""
@@ -32,7 +33,7 @@ def when(call: Call) -> str | None:
     if not isinstance(weight, Packed):
         return "reads FP8 weights only"
     form = weight.format
-    if form.dtype != "float8_e4m3fn" or form.block != (1, WHOLE_ROW) or form.layout not in (PLAIN, E4M3FNUZ.name):
+    if form.dtype != "float8_e4m3fn" or not form.by_row or form.layout not in (PLAIN, E4M3FNUZ.name):
         return f"reads float8_e4m3fn with a scale a row, and the weight is {form}"
     return f"needs columns in whole {BLOCK}s, not {weight.shape[1]}" if weight.shape[1] % BLOCK else None
 
@@ -45,14 +46,9 @@ def quantised_bytes(x: Tensor) -> int:
 def workspace(call: Call) -> int:
     """Quantised activations with their scales, and for few tokens the partial sums of tiles that K is cut for: bytes."""
     x, weight = call.args[:2]
-    partial = min(PARTIAL_BYTES, x.shape[0] * weight.shape[0] * 4 * MOST_PARTS)
-    return quantised_bytes(x) + (partial if x.shape[0] <= MOST_CUT else 0)
+    return quantised_bytes(x) + partial_bytes(x.shape[0], weight.shape[0])
 
 
 def run(x: Tensor, weight: Packed, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """The contract of `linear`. Tolerance: 4 % of the result's RMS, from the activations' quantisation."""
-    from firstlight.ops.linear import triton_block_fp8_kernel as kernels
-
-    if x.shape[1] != weight.shape[1]:
-        raise ValueError(f"linear: x has {x.shape[1]} columns, the weight {weight.shape[1]}")
-    return kernels.product(x if x.stride(1) == 1 else x.contiguous(), weight, bias, dtype or x.dtype)
+    return triton_block_fp8.run(x, weight, bias, dtype=dtype)  # whose kernels tell by the weight where to scale

@@ -12,21 +12,20 @@ from torch import Tensor
 
 from firstlight.ops.op import Call
 from firstlight.ops.triton_support import unavailable
-from firstlight.quant import E4M3FNUZ, PLAIN, WHOLE_ROW, Packed, Weight, format_of
+from firstlight.quant import E4M3FNUZ, PLAIN, Packed, Weight, format_of
 
 MOST_TOKENS = 4
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def weight_refusal(weight: Weight) -> str | None:
-    """Why the kernels can't read a weight: plain floats, or FP8 with a scale a block, are what they know."""
+def weight_refusal(weight: Weight, *, by_row: bool = False) -> str | None:
+    """Why the kernels can't read a weight: plain floats, or FP8 with a scale a block, are what they know. by_row: or a row."""
     form = format_of(weight)
     if isinstance(weight, Tensor):
         return None if weight.dtype in SUPPORTED else f"the weight is {weight.dtype}"
-    if form.layout not in (PLAIN, E4M3FNUZ.name) or form.block is None or form.dtype != "float8_e4m3fn":
+    is_stored = form.dtype == "float8_e4m3fn" and form.layout in (PLAIN, E4M3FNUZ.name)
+    if not is_stored or form.block is None or (form.by_row and not by_row):
         return f"reads float8_e4m3fn with a scale a block, and the weight is {form}"
-    if form.block[1] == WHOLE_ROW:
-        return f"reads a scale a block, and the weight is {form}"
     if any(size & (size - 1) for size in form.block):
         return f"a tile has powers of two for sizes, and the blocks are {form.block}"
     return None
@@ -45,9 +44,7 @@ def when(call: Call) -> str | None:
         return f"serves {', '.join(map(str, SUPPORTED))}, not {x.dtype} -> {call.kwargs.get('dtype')}"
     if isinstance(weight, Tensor) and x.shape[0] > 1:
         return f"torch's product is quicker for plain weights and {x.shape[0]} tokens"
-    if isinstance(weight, Packed) and weight.format.block == (1, WHOLE_ROW) and weight.format.dtype == "float8_e4m3fn":
-        return None
-    return weight_refusal(weight)
+    return weight_refusal(weight, by_row=True)
 
 
 def run(x: Tensor, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:

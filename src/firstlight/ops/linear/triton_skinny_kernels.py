@@ -9,7 +9,7 @@ from torch import Tensor
 
 from firstlight.ops.triton_launch import dependent_launch, kernel, let_next_begin, wait_for_earlier
 from firstlight.ops.triton_support import cdiv, power_of_two
-from firstlight.quant import WHOLE_ROW, Packed, Weight
+from firstlight.quant import Packed, Weight, format_of
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, 
     y = torch.empty((tokens, rows), dtype=dtype, device=x.device)
     block_n, block_k, warps = tile_of(rows, columns, tokens, data.element_size() == 1)
     block_n, block_k = tuning.get("block_n", block_n), tuning.get("block_k", block_k)
-    by_row = block == (1, WHOLE_ROW)
+    by_row = format_of(weight).by_row
     block_n, warps = block_n if by_row else divisor(block[0], block_n), tuning.get("num_warps", warps)
     multiply[(cdiv(rows, block_n),)](
         x, data, scale, x if bias is None else bias, y, rows,

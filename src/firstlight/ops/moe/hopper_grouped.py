@@ -69,7 +69,7 @@ def run(
     tokens, local_experts = x.shape[0], gate_up.shape[0]
     x = x if x.stride(1) == 1 else x.contiguous()
     shared = None if shared_gate_up is None or shared_down is None else (shared_gate_up, shared_down)
-    gate = None if shared_gate is None or shared is None else shared_gate
+    gate = None if shared is None else shared_gate
     lists = empty_lists(tokens, local_experts, top_k + (shared is not None), x.device)
     lists.count.zero_()
     weights, chosen, share = triton_fused_kernel.choose_experts(

@@ -86,7 +86,7 @@ def run(
     shape = kernels.tile_shape(gate_up, tokens * top_k, tuning)
     shared = None if shared_gate_up is None or shared_down is None else (shared_gate_up, shared_down)
     lists = empty_lists(tokens, local_experts, top_k + (shared is not None), x.device)
-    gate = None if shared_gate is None or shared is None else shared_gate
+    gate = None if shared is None else shared_gate
     together = tokens <= MOST_TOGETHER
     if together:
         logits, source = router_parts(x, router, gate, gate_up.parts["data"].dtype, lists)
