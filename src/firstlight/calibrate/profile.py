@@ -7,7 +7,6 @@ stands beside the time of the whole step in a graph.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from firstlight.hardware import Hardware
 from firstlight.ops.binding import Choice
 from firstlight.ops.meta import without_data
 from firstlight.ops.observe import Bound, observed
-from firstlight.ops.op import Shape, sites
+from firstlight.ops.op import Shape, across_layers, sites
 from firstlight.predict.shape import distinct_experts
 from firstlight.quant import Packed
 from firstlight.step import Bucket
@@ -114,7 +113,7 @@ def _profile(executor: Executor, step: HostStep, context: int) -> Profile:
     first: dict[tuple[Any, ...], tuple[Bound, tuple[Any, ...], Mapping[str, Any]]] = {}
 
     def observe(bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        key = (bound.op.name, re.sub(r"\.\d+\.", ".*.", bound.path), _shapes((args, dict(kwargs))))
+        key = (bound.op.name, across_layers(bound.path), _shapes((args, dict(kwargs))))
         first.setdefault(key, (bound, args, kwargs))
         calls.setdefault(key, []).append(partial(bound.run, *args, **kwargs))
         return bound.run(*args, **kwargs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 
 import torch
 
 from firstlight.hardware import Hardware
 from firstlight.ops.binding import Choice
-from firstlight.ops.op import REFERENCE, sites
+from firstlight.ops.op import REFERENCE, across_layers, sites
 
 PRODUCTS = ("linear", "experts")
 """Ops that take most of a step, whichever step."""
@@ -25,7 +24,7 @@ def warn_of_references(model: torch.nn.Module, hardware: Hardware) -> None:
     for op in PRODUCTS:
         found = dict(_references(model, op))
         if found:
-            places = sorted({re.sub(r"\.\d+\.", ".*.", path) for path in found})
+            places = sorted({across_layers(path) for path in found})
             choice = next(iter(found.values()))
             reasons = "; ".join(f"{provider}: {reason}" for provider, reason in choice.refused)
             logger.warning(
@@ -38,14 +37,6 @@ def _references(model: torch.nn.Module, op: str) -> Iterator[tuple[str, Choice]]
     """Sites where the reference computes an op in a bucket, alone or as a part of another, with that choice."""
     for path, site in sites(model):
         for choice in site.choices:
-            for part in _all(choice):
+            for _, part in choice.with_parts():
                 if part.op == op and part.provider == REFERENCE:
                     yield path, part
-
-
-def _all(choice: Choice) -> Iterator[Choice]:
-    """A choice and those of its parts; none where the op isn't called."""
-    if not any(name == "*" for name, _ in choice.refused):
-        yield choice
-        for part in choice.parts:
-            yield from _all(part)

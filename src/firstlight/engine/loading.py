@@ -162,7 +162,6 @@ def bind_only(
         more=more,
         timings=timings_of(options.table, hardware),
     )
-    warn_of_references(model, hardware)
     return BoundModel(
         options,
         model,
@@ -188,6 +187,7 @@ def load_model(options: EngineOptions, mesh: Mesh | None = None, device: torch.d
         torch.set_num_threads(options.threads)
     bound = bind_only(options, mesh, device)
     refuse_missing_weights(options, bound.checkpoint)
+    warn_of_references(bound.model, bound.hardware)
     if options.weights == "random":
         bound.stored = random_tensors(bound.model, options.seed, bound.device)
     load_weights(bound.model, bound.stored, bound.device, bound.layouts)

@@ -14,7 +14,7 @@ from firstlight.config import EngineOptions
 from firstlight.engine.loading import bind_only
 from firstlight.hardware import Hardware
 from firstlight.ops.binding import Choice, microseconds
-from firstlight.ops.op import sites
+from firstlight.ops.op import across_layers, sites
 from firstlight.quant import dtype_name
 from firstlight.step import Bucket
 
@@ -49,11 +49,9 @@ def ops_report(options: EngineOptions, hardware: Hardware | None, every_site: bo
         yield Text(f"  {_bucket(rung)}")
     rows: dict[tuple[str, str, str], _Row] = {}
     for path, site in [*sites(loaded.requests), *sites(loaded.model), *sites(loaded.sampler)]:
-        where = path if every_site else re.sub(r"\.\d+\.", ".*.", path)
+        where = path if every_site else across_layers(path)
         for bucket, choice in enumerate(site.choices):
-            for depth, part in _with_parts(choice):
-                if any(name == "*" for name, _ in part.refused):  # not called in this bucket
-                    continue
+            for depth, part in choice.with_parts():
                 row = rows.setdefault(("  " * depth + part.op, part.provider, where), _Row())
                 row.buckets.add(bucket)
                 if why := _why(part):
@@ -145,12 +143,6 @@ def _merged(reasons: list[str]) -> str:
 
 def _line(cells: Iterable[str], widths: Iterable[int]) -> str:
     return "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
-
-
-def _with_parts(choice: Choice, depth: int = 0) -> Iterator[tuple[int, Choice]]:
-    yield depth, choice
-    for part in choice.parts:
-        yield from _with_parts(part, depth + 1)
 
 
 def _bucket(bucket: Bucket) -> str:

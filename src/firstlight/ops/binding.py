@@ -9,7 +9,7 @@ Between those who were chosen, tensors go packed where that saves a kernel (`ops
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -58,6 +58,18 @@ class Choice:
     seconds: float = 0.0
     runner_up: tuple[str, float] | None = None
     handover: str = ""
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the op is called in the bucket at all."""
+        return all(name != "*" for name, _ in self.refused)
+
+    def with_parts(self, depth: int = 0) -> Iterator[tuple[int, Choice]]:
+        """This choice and those under it that are called, each with its depth."""
+        if self.is_called:
+            yield depth, self
+        for part in self.parts:
+            yield from part.with_parts(depth + 1)
 
 
 @dataclass(slots=True, eq=False)

@@ -15,6 +15,7 @@ is the reference when they are the references, and the fallback for hardware whe
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -243,6 +244,11 @@ class CallSite(list[Callable[..., Any]]):
         self.choices = []
         if self.gives is not None:
             self.gives[:] = [{}] * buckets
+
+
+def across_layers(path: str) -> str:
+    """A site's path that stands for those of all layers."""
+    return re.sub(r"\.\d+\.", ".*.", path)
 
 
 def sites(module: torch.nn.Module) -> list[tuple[str, CallSite]]:
