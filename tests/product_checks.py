@@ -112,6 +112,18 @@ def check_linear(
     assert_matches("linear", lambda *args: run(*args, dtype=result), tolerance, x, weight, added)
 
 
+def check_what_is_not_finite(run: Any, x: Tensor) -> None:
+    """`run` takes x [T, K], T at least 3, to [T, N]: a NaN or an infinity makes its own token's result NaN or infinite, no other's."""
+    finite = run(x)
+    broken = x.clone()
+    broken[0, -1], broken[-1, 1] = torch.nan, -torch.inf
+    result = run(broken)
+    assert finite.isfinite().all()
+    assert not result[0].isfinite().any()
+    assert not result[-1].isfinite().any()
+    assert torch.equal(result[1:-1], finite[1:-1])
+
+
 def check_experts(
     run: Any, device: str, dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, size: int,
     tolerance: float, *, packed: bool, first_expert: int = 0, padding: int = 1,

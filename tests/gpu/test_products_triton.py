@@ -15,15 +15,18 @@ from product_checks import (
     check_route,
     check_rows,
     check_sample,
+    check_what_is_not_finite,
     draw,
     fp8,
+    routed,
 )  # fmt: skip
 
+from firstlight.hardware.detect import detect
 from firstlight.ops.experts import triton_few, triton_grouped
 from firstlight.ops.linear import torch_block_fp8, torch_row_fp8, triton_block_fp8, triton_row_fp8, triton_skinny
 from firstlight.ops.moe import triton_few as triton_few_moe
 from firstlight.ops.moe import triton_grouped as triton_grouped_moe
-from firstlight.ops.op import REGISTRY
+from firstlight.ops.op import REGISTRY, Call
 from firstlight.ops.route import triton_fused
 from firstlight.ops.sample import triton_split
 from firstlight.quant import WHOLE_ROW
@@ -108,6 +111,30 @@ def test_grouped_mixture(tokens: int, gated: bool) -> None:
         packed=True,
         gated=gated,
     )
+
+
+@pytest.mark.parametrize("tokens", [3, 40, 300])
+@pytest.mark.parametrize("block", [(128, 128), (1, WHOLE_ROW)])
+def test_what_is_not_finite(tokens: int, block: tuple[int, int]) -> None:
+    x = draw(tokens, 1024, dtype=BF16, device="cuda")
+    weight = fp8(draw(384, 1024, dtype=BF16, device="cuda") / 32, block)
+    for run in willing("linear", x, weight):
+        check_what_is_not_finite(lambda x, run=run: run(x, weight), x)
+
+
+@pytest.mark.parametrize("tokens", [3, 40, 700])
+def test_what_is_not_finite_in_experts(tokens: int) -> None:
+    x = draw(tokens, 640, dtype=BF16, device="cuda")
+    gate_up, down = (fp8(draw(24, *shape, dtype=BF16, device="cuda") / 25) for shape in ((768, 640), (640, 384)))
+    weights, chosen = routed(tokens, 24, 5, "cuda")
+    for run in willing("experts", x, weights, chosen, gate_up, down):
+        check_what_is_not_finite(lambda x, run=run: run(x, weights, chosen, gate_up, down), x)
+
+
+def willing(op: str, *args: Any) -> list[Any]:
+    """The providers of an op, without the reference, that take this call."""
+    call = Call(args, {}, None, detect("cuda"))
+    return [one.run for one in REGISTRY[op].providers.values() if one.when(call) is None and one.name != "reference"]
 
 
 @pytest.mark.parametrize("options", [{}, {"scoring": "sigmoid", "biased": True, "scale": 2.5}])

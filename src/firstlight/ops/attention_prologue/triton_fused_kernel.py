@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from firstlight.ops.linear.triton_quantise import saturated
 from firstlight.ops.triton_launch import kernel
 
 
@@ -55,11 +56,9 @@ def turned(
 
 @triton.jit
 def as_stored(x, dtype: tl.constexpr):
-    """x in the dtype of pages; in e4m3 what is beyond its largest number becomes that, and NaN stays NaN."""
+    """x in the dtype of pages; in e4m3 as `saturated` says."""
     if dtype == tl.float8e4nv:
-        wide = x.to(tl.float32)
-        wide = tl.where(wide > 448.0, 448.0, tl.where(wide < -448.0, -448.0, wide))
-        return wide.to(dtype)
+        return saturated(x.to(tl.float32), dtype)
     return x.to(dtype)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from firstlight.ops.experts import triton_thin_kernels as thin
 from firstlight.ops.experts.triton_list_kernels import Lists, listed, pairs_of, tiled
 from firstlight.ops.experts.triton_sum_kernel import summed
-from firstlight.ops.linear.triton_quantise import LEAST, quantised
+from firstlight.ops.linear.triton_quantise import quantised, saturated, scale_of
 from firstlight.ops.linear.triton_skinny_kernels import parts_of
 from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
 from firstlight.ops.triton_support import cdiv, read_tiles, tile_for
@@ -91,14 +91,11 @@ def gate_and_up_tile(
     p_hidden = hidden_ptr + o_p[:, None] * ROW + o_i[None, :]
     if HAS_SCALE:
         DTYPE: tl.constexpr = hidden_ptr.dtype.element_ty
-        LIMIT: tl.constexpr = 240.0 if tl.float8e4b8 == DTYPE else 448.0
         b_most = tl.maximum(tl.max(tl.abs(b_first), axis=1), tl.max(tl.abs(b_hidden), axis=1))
-        b_scale = tl.maximum(b_most, LEAST) / LIMIT
+        b_scale = scale_of(b_most, DTYPE)
         tl.store(hidden_scale_ptr + o_p * (ROW // 128) + i_i, b_scale, mask=m_m)
-        b_first = tl.clamp(b_first / b_scale[:, None], -LIMIT, LIMIT)
-        b_hidden = tl.clamp(b_hidden / b_scale[:, None], -LIMIT, LIMIT)
-        tl.store(p_hidden, b_first.to(DTYPE), mask=m_m[:, None])
-        tl.store(p_hidden + BLOCK_I, b_hidden.to(DTYPE), mask=m_m[:, None])
+        tl.store(p_hidden, saturated(b_first / b_scale[:, None], DTYPE), mask=m_m[:, None])
+        tl.store(p_hidden + BLOCK_I, saturated(b_hidden / b_scale[:, None], DTYPE), mask=m_m[:, None])
     else:
         m_hidden = m_m[:, None] & (o_i < size)[None, :]
         tl.store(p_hidden, b_hidden.to(hidden_ptr.dtype.element_ty), mask=m_hidden)

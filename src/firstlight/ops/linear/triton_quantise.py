@@ -22,19 +22,31 @@ LEAST = tl.constexpr(1e-10)
 
 
 @triton.jit
+def scale_of(b_most, DTYPE: tl.constexpr):
+    """The scale of groups whose largest absolute values are b_most."""
+    LIMIT: tl.constexpr = 240.0 if tl.float8e4b8 == DTYPE else 448.0
+    return tl.maximum(b_most, LEAST) / LIMIT
+
+
+@triton.jit
+def saturated(b_x, DTYPE: tl.constexpr):
+    """Float32 in an FP8 dtype: what is beyond its largest number becomes that, and NaN stays NaN."""
+    LIMIT: tl.constexpr = 240.0 if tl.float8e4b8 == DTYPE else 448.0
+    return tl.clamp(b_x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+
+
+@triton.jit
 def quantise_columns(b_x, DTYPE: tl.constexpr):
     """A tile [M, 128] in float32 -> (tile in DTYPE, scale [M])."""
-    LIMIT: tl.constexpr = 240.0 if tl.float8e4b8 == DTYPE else 448.0
-    b_scale = tl.maximum(tl.max(tl.abs(b_x), axis=1), LEAST) / LIMIT
-    return tl.clamp(b_x / b_scale[:, None], -LIMIT, LIMIT).to(DTYPE), b_scale
+    b_scale = scale_of(tl.max(tl.abs(b_x), axis=1), DTYPE)
+    return saturated(b_x / b_scale[:, None], DTYPE), b_scale
 
 
 @triton.jit
 def quantise_tokens(b_x, DTYPE: tl.constexpr):
     """A tile [128, M] in float32, a token a column -> (tile in DTYPE, scale [M])."""
-    LIMIT: tl.constexpr = 240.0 if tl.float8e4b8 == DTYPE else 448.0
-    b_scale = tl.maximum(tl.max(tl.abs(b_x), axis=0), LEAST) / LIMIT
-    return tl.clamp(b_x / b_scale[None, :], -LIMIT, LIMIT).to(DTYPE), b_scale
+    b_scale = scale_of(tl.max(tl.abs(b_x), axis=0), DTYPE)
+    return saturated(b_x / b_scale[None, :], DTYPE), b_scale
 
 
 @triton.jit
@@ -68,20 +80,19 @@ def quantise_whole_rows(
 ):  # fmt: skip
     """A program a token: y [T, K] and scale [T] of x [T, K], which is read twice."""
     wait_for_inputs(PDL)
-    LIMIT: tl.constexpr = 240.0 if tl.float8e4b8 == y_ptr.dtype.element_ty else 448.0
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     i_t = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BLOCK_K)
     b_most = tl.zeros([BLOCK_K], dtype=tl.float32)
     for i_k in range(0, K, BLOCK_K):
         b_x = tl.load(x_ptr + i_t * x_stride_t + i_k + o_k, mask=i_k + o_k < K, other=0.0).to(tl.float32)
         b_most = tl.maximum(b_most, tl.abs(b_x))
-    scale = tl.maximum(tl.max(b_most, axis=0), LEAST) / LIMIT
+    scale = scale_of(tl.max(b_most, axis=0), DTYPE)
     tl.store(scale_ptr + i_t, scale)
     for i_k in range(0, K, BLOCK_K):
         mask = i_k + o_k < K
         b_x = tl.load(x_ptr + i_t * x_stride_t + i_k + o_k, mask=mask, other=0.0).to(tl.float32)
-        b_y = tl.clamp(b_x / scale, -LIMIT, LIMIT).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + i_t * K + i_k + o_k, b_y, mask=mask)
+        tl.store(y_ptr + i_t * K + i_k + o_k, saturated(b_x / scale, DTYPE), mask=mask)
 
 
 @triton.jit
