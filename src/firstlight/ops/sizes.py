@@ -56,6 +56,11 @@ def stored(value: Any) -> str:
     return value.format.dtype + (BY_ROW if value.format.by_row else "")
 
 
+def element(form: str) -> str:
+    """The dtype of the elements of a weight that is `stored` so."""
+    return form.removesuffix(BY_ROW)
+
+
 def _step(given: Given, tokens: int) -> dict[str, int]:
     """What a step sets, for an op that takes bounds of its requests; tokens alone for others."""
     if "query_start" not in given or "max_query" not in given:

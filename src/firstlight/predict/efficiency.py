@@ -21,7 +21,7 @@ import numpy as np
 from firstlight.hardware import GPUS, Hardware
 from firstlight.hardware.calibration import Measured, all_tables
 from firstlight.ops.op import REGISTRY
-from firstlight.ops.sizes import BY_ROW
+from firstlight.ops.sizes import element
 from firstlight.predict import constants
 from firstlight.predict.floor import FAMILIES, product_rate
 from firstlight.predict.shape import Numbers
@@ -120,7 +120,7 @@ def points_of(index: int) -> Points:
     table = all_tables()[index]
     family = FAMILIES[table.op, table.label]
     given, time = columns_of(table)
-    floor = family.floor(given, sustained(GPUS[table.gpu]), table.format.removesuffix(BY_ROW))
+    floor = family.floor(given, sustained(GPUS[table.gpu]), element(table.format))
     efficiency = np.minimum(floor / np.maximum(time - constants.HEAVY_START[family.kind], floor), 1.0)
     return Points(_log(family.place(given)), floor, time, efficiency)
 
@@ -171,7 +171,7 @@ def _share(gpu: Key, dtype: str) -> float:
 def _table_share(index: int) -> float:
     """Share of its peak that a table's large products reach; 0.0 if it has none."""
     table = all_tables()[index]
-    peak = GPUS[table.gpu].peak.get(table.format.removesuffix(BY_ROW), 0.0)
+    peak = GPUS[table.gpu].peak.get(element(table.format), 0.0)
     given, seconds = columns_of(table)
     rates = product_rate(given, seconds)[np.prod(list(given.values()), axis=0) >= constants.LARGE_PRODUCT]
     return min(float(np.quantile(rates, 0.9)) / peak, 1.0) if rates.size and peak else 0.0
