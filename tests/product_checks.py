@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import REGISTRY
-from firstlight.quant import Packed, Weight, unpack
+from firstlight.quant import WHOLE_ROW, Packed, Weight, unpack
 from firstlight.quant.blocks import pack_blocks
 
 
@@ -35,6 +35,19 @@ def strided(x: Tensor, gap: int = 3) -> Tensor:
 def fp8(weight: Tensor, block: tuple[int, int] = (128, 128)) -> Packed:
     """A weight as FP8 checkpoints store it."""
     return pack_blocks(weight.float(), block, torch.float8_e4m3fn, torch.bfloat16)
+
+
+def draw_weight(*shape: int, dtype: torch.dtype, device: str, block: tuple[int, int] | None) -> Weight:
+    """A weight that keeps about the size of its input, plain for None.
+
+    Rows with scales of their own differ in size, so that it shows where another's is taken.
+    """
+    weight = draw(*shape, dtype=dtype, device=device, scale=shape[-1] ** -0.5)
+    if block is None:
+        return weight
+    if block[1] == WHOLE_ROW:
+        weight *= 2.0 ** (torch.arange(shape[-2], device=device) % 3 - 1)[:, None]
+    return fp8(weight, block)
 
 
 def exactly(value: Any) -> Any:
@@ -104,10 +117,7 @@ def check_linear(
 ) -> None:  # fmt: skip
     """A provider of `linear`; block None: a plain weight."""
     x = strided(draw(tokens, columns, dtype=dtype, device=device))
-    weight: Weight = draw(rows, columns, dtype=dtype, device=device, scale=columns**-0.5)
-    if block is not None:
-        assert isinstance(weight, Tensor)
-        weight = fp8(weight, block)
+    weight = draw_weight(rows, columns, dtype=dtype, device=device, block=block)
     added = draw(rows, dtype=dtype, device=device) if bias else None
     assert_matches("linear", lambda *args: run(*args, dtype=result), tolerance, x, weight, added)
 
@@ -126,16 +136,14 @@ def check_what_is_not_finite(run: Any, x: Tensor) -> None:
 
 def check_experts(
     run: Any, device: str, dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, size: int,
-    tolerance: float, *, packed: bool, first_expert: int = 0, padding: int = 1,
+    tolerance: float, *, block: tuple[int, int] | None = (128, 128), first_expert: int = 0, padding: int = 1,
 ) -> None:  # fmt: skip
-    """A provider of `experts`: two of the experts live elsewhere, unused ones and padding tokens are NaN."""
+    """A provider of `experts`, block None: with plain weights. Two experts live elsewhere, unused ones and padding tokens are NaN."""
     x = strided(draw(tokens, hidden, dtype=dtype, device=device))
     x[tokens - padding :] = torch.nan
-    gate_up: Weight = draw(experts, 2 * size, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
-    down: Weight = draw(experts, hidden, size, dtype=dtype, device=device, scale=size**-0.5)
+    gate_up = draw_weight(experts, 2 * size, hidden, dtype=dtype, device=device, block=block)
+    down = draw_weight(experts, hidden, size, dtype=dtype, device=device, block=block)
     weights, chosen = routed(tokens, experts + 2, top_k, device, padding)
-    if packed:
-        gate_up, down = fp8(unpack(gate_up, dtype)), fp8(unpack(down, dtype))
     weights = weights.to(dtype)
     arguments = map(exactly, (x.nan_to_num(0), weights, chosen, gate_up, down))
     expected = REGISTRY["experts"].reference(*arguments, first_expert=first_expert)
@@ -149,15 +157,16 @@ def check_experts(
 
 def check_moe(
     run: Any, device: str, dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, size: int, shared: int,
-    tolerance: float, *, packed: bool, gated: bool = True, scoring: str = "softmax",
+    tolerance: float, *, block: tuple[int, int] | None = (128, 128), gated: bool = True, scoring: str = "softmax",
 ) -> None:  # fmt: skip
-    """A provider of `moe`, the last token padding. Tokens whose choice could turn on rounding the logits are left out."""
+    """A provider of `moe`, block None: with plain weights. The last token is padding.
+
+    Tokens whose choice could turn on rounding the logits are left out.
+    """
     x = strided(draw(tokens, hidden, dtype=dtype, device=device))
     router = draw(experts, hidden, dtype=dtype, device=device)
     shapes = [(experts, 2 * size, hidden), (experts, hidden, size), (2 * shared, hidden), (hidden, shared)]
-    weights: list[Weight] = [draw(*shape, dtype=dtype, device=device, scale=shape[-1] ** -0.5) for shape in shapes]
-    if packed:
-        weights = [fp8(unpack(weight, dtype)) for weight in weights]
+    weights = [draw_weight(*shape, dtype=dtype, device=device, block=block) for shape in shapes]
     gate = draw(1, hidden, dtype=dtype, device=device, scale=hidden**-0.5) if gated else None
     live = torch.tensor([tokens - 1], device=device)
     options = {"live": live, "top_k": top_k, "renormalise": True, "scoring": scoring}

@@ -26,7 +26,7 @@ QUANTISED_TWICE = 8e-2
 def test_experts(tokens: int, hidden: int, size: int) -> None:
     """Bands of 1, 8 and 4 column tiles; the last with rows that are read again for each."""
     run = hopper_grouped.run
-    check_experts(run, "cuda", BF16, tokens, 24, 5, hidden, size, QUANTISED_TWICE, packed=True, first_expert=1)
+    check_experts(run, "cuda", BF16, tokens, 24, 5, hidden, size, QUANTISED_TWICE, first_expert=1)
 
 
 @pytest.mark.parametrize("tokens", [300, 1030])
@@ -34,7 +34,7 @@ def test_experts(tokens: int, hidden: int, size: int) -> None:
 def test_mixture(tokens: int, gated: bool) -> None:
     """In float16, whose router has no near ties."""
     run = hopper_grouped_moe.run
-    check_moe(run, "cuda", torch.float16, tokens, 24, 5, 640, 384, 384, QUANTISED_TWICE, packed=True, gated=gated)
+    check_moe(run, "cuda", torch.float16, tokens, 24, 5, 640, 384, 384, QUANTISED_TWICE, gated=gated)
 
 
 def inputs(tokens: int) -> tuple[Tensor, Tensor, Any, Any]:

@@ -39,6 +39,8 @@ ROUNDED = 6e-3
 QUANTISED = 4e-2
 """Activations in FP8, one scale a token and 128 columns."""
 QUANTISED_TWICE = 8e-2
+BLOCK, ROW = (128, 128), (1, WHOLE_ROW)
+Block = tuple[int, int] | None
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
@@ -63,39 +65,40 @@ def test_torch_block_fp8(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 16, 33, 257, 1030])
 @pytest.mark.parametrize(("rows", "columns"), [(130, 256), (2048, 4096), (12288, 2048)])
 def test_fp8_by_row(tokens: int, rows: int, columns: int) -> None:
-    options = {"block": (1, WHOLE_ROW), "bias": True}
+    options = {"block": ROW, "bias": True}
     if tokens <= triton_skinny.MOST_TOKENS:
         check_linear(triton_skinny.run, "cuda", BF16, tokens, rows, columns, 2e-2, **options)
     if tokens > 1:
         check_linear(triton_row_fp8.run, "cuda", BF16, tokens, rows, columns, QUANTISED, **options)
     if tokens >= torch_block_fp8.LEAST_TOKENS and rows % torch_row_fp8.MULTIPLE == 0:
-        check_linear(torch_row_fp8.run, "cuda", BF16, tokens, rows, columns, QUANTISED, block=(1, WHOLE_ROW))
+        check_linear(torch_row_fp8.run, "cuda", BF16, tokens, rows, columns, QUANTISED, block=ROW)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])
-@pytest.mark.parametrize("packed", [False, True])
-def test_few_experts(tokens: int, packed: bool) -> None:
-    check_experts(triton_few.run, "cuda", BF16, tokens + 1, 24, 5, 640, 384, 2 * ROUNDED, packed=packed, first_expert=1)
+@pytest.mark.parametrize("block", [None, BLOCK, ROW])
+def test_few_experts(tokens: int, block: Block) -> None:
+    check_experts(triton_few.run, "cuda", BF16, tokens + 1, 24, 5, 640, 384, 2 * ROUNDED, block=block, first_expert=1)
 
 
 @pytest.mark.parametrize("tokens", [3, 40, 150, 700])
-@pytest.mark.parametrize("packed", [False, True])
-def test_grouped_experts(tokens: int, packed: bool) -> None:
-    tolerance = QUANTISED_TWICE if packed else 2 * ROUNDED
-    check_experts(triton_grouped.run, "cuda", BF16, tokens, 24, 5, 640, 384, tolerance, packed=packed, first_expert=1)
+@pytest.mark.parametrize("block", [None, BLOCK, ROW])
+def test_grouped_experts(tokens: int, block: Block) -> None:
+    tolerance = QUANTISED_TWICE if block else 2 * ROUNDED
+    check_experts(triton_grouped.run, "cuda", BF16, tokens, 24, 5, 640, 384, tolerance, block=block, first_expert=1)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])
-@pytest.mark.parametrize("packed", [False, True])
-def test_mixture(tokens: int, packed: bool) -> None:
+@pytest.mark.parametrize("block", [None, BLOCK, ROW])
+def test_mixture(tokens: int, block: Block) -> None:
     check_moe(
-        triton_few_moe.run, "cuda", torch.float32, tokens, 24, 5, 640, 384, 256, 1e-4, packed=packed, gated=tokens != 3
+        triton_few_moe.run, "cuda", torch.float32, tokens, 24, 5, 640, 384, 256, 1e-4, block=block, gated=tokens != 3
     )
 
 
 @pytest.mark.parametrize("tokens", [3, 16, 40, 256, 700])
 @pytest.mark.parametrize("gated", [False, True])
-def test_grouped_mixture(tokens: int, gated: bool) -> None:
+@pytest.mark.parametrize("block", [BLOCK, ROW])
+def test_grouped_mixture(block: Block, tokens: int, gated: bool) -> None:
     """Lists alone, then tiles; 700 tokens with torch's router. In float16, whose router has no near ties."""
     check_moe(
         triton_grouped_moe.run,
@@ -108,7 +111,7 @@ def test_grouped_mixture(tokens: int, gated: bool) -> None:
         384,
         256,
         QUANTISED_TWICE,
-        packed=True,
+        block=block,
         gated=gated,
     )
 

@@ -34,6 +34,7 @@ from firstlight.ops.linear import (
 from firstlight.ops.moe import triton_router_kernel
 from firstlight.ops.route import triton_fused_kernel
 from firstlight.ops.sample import triton_split_kernels
+from firstlight.quant import WHOLE_ROW
 
 FP8_INSTRUCTION = re.compile(r"v_mfma_\w*(fp8_fp8|f8f6f4)|wgmma\.mma_async\S*e4m3\.e4m3")
 KINDS = {
@@ -60,7 +61,10 @@ def cases(stages: int) -> list[tuple[str, Any, set[str], dict[str, Any], int, in
     block, draw = triton_block_fp8_kernel, triton_split_kernels
     both = {"x_ptr", "w_ptr", "shared_ptr"}
     hidden, weights = {"hidden_ptr", "w_ptr", "shared_ptr"}, {"w_ptr", "shared_ptr"}
-    product = {"BLOCK_M": 64, "BLOCK_K": 128, "HAS_SCALE": True, **MIXTURE}
+    product = {"BLOCK_M": 64, "BLOCK_K": 128, "HAS_SCALE": True, "BY_ROW": False, **MIXTURE}
+    thin_product = {"BLOCK_M": 16, "BY_ROW": False, **MIXTURE}
+    few_product = {"BY_ROW": False, **MIXTURE, **BLOCKS}
+    rows, few_rows = {"BY_ROW": True}, {"BY_ROW": True, "HAS_SCALE": False, "SCALE_ROWS": 1, "SCALE_COLUMNS": WHOLE_ROW}
     one = {"K": 2048, "TOKENS": 1, "BLOCK_N": 8, "BLOCK_K": 1024, "HAS_BIAS": False, "BY_ROW": False, **BLOCKS}
     some = {"CHOICES": 8, "BLOCK_H": 8, "BLOCK_I": 512, "HAS_SHARE": True}
     thin_tile = {"BLOCK_T": 16, "BLOCK_N": 64, "HAS_BIAS": True, "BY_ROW": False}
@@ -68,9 +72,13 @@ def cases(stages: int) -> list[tuple[str, Any, set[str], dict[str, Any], int, in
     return [
         ("grouped wide gate_and_up", wide.gate_and_up, both | hidden, {"BLOCK_I": 64, **product}, 4, stages),
         ("grouped wide down", wide.down, hidden, {"BLOCK_N": 128, "N_TILES": 4, **product}, 4, stages),
-        ("grouped thin gate_and_up", thin.gate_and_up, both | hidden, {"BLOCK_M": 16, "BLOCK_I": 128, **MIXTURE}, 4,
+        ("grouped wide gate_and_up by row", wide.gate_and_up, both | hidden, {"BLOCK_I": 64, **product, **rows}, 4, stages),
+        ("grouped wide down by row", wide.down, hidden, {"BLOCK_N": 128, "N_TILES": 4, **product, **rows}, 4, stages),
+        ("grouped thin gate_and_up", thin.gate_and_up, both | hidden, {"BLOCK_I": 128, **thin_product}, 4, min(stages, 3)),
+        ("grouped thin down", thin.down, hidden, {"BLOCK_N": 128, **thin_product}, 4, min(stages, 3)),
+        ("grouped thin gate_and_up by row", thin.gate_and_up, both | hidden, {"BLOCK_I": 128, **thin_product, **rows}, 4,
          min(stages, 3)),
-        ("grouped thin down", thin.down, hidden, {"BLOCK_M": 16, "BLOCK_N": 128, **MIXTURE}, 4, min(stages, 3)),
+        ("grouped thin down by row", thin.down, hidden, {"BLOCK_N": 128, **thin_product, **rows}, 4, min(stages, 3)),
         ("block wide", block.multiply, both,
          {"BLOCK_T": 64, "BLOCK_N": 128, "TILES_TOGETHER": 16, "HAS_BIAS": True, "BY_ROW": False}, 4, stages),
         ("block wide by row", block.multiply, both,
@@ -79,11 +87,14 @@ def cases(stages: int) -> list[tuple[str, Any, set[str], dict[str, Any], int, in
         ("block thin by row", block.multiply_thin, both, thin_tile | {"BY_ROW": True}, 4, stages),
         ("quantise", triton_quantise.quantise_rows, {"y_ptr"}, {"BLOCK_T": 2, "GROUPS": 16}, 4, stages),
         ("quantise rows", triton_quantise.quantise_whole_rows, {"y_ptr"}, {"BLOCK_K": 4096}, 8, stages),
-        ("skinny by row", triton_skinny_kernels.multiply, weights, one | {"HAS_SCALE": False, "BY_ROW": True}, 2, stages),
+        ("skinny by row", triton_skinny_kernels.multiply, weights, one | few_rows, 2, stages),
         ("skinny", triton_skinny_kernels.multiply, weights, one, 2, stages),
         ("skinny, K at once", triton_skinny_kernels.multiply, weights, one | {"BLOCK_K": 2048}, 4, stages),
-        ("few gate_and_up", few.gate_and_up, weights, {"BLOCK_I": 4, "BLOCK_K": 1024, **MIXTURE, **BLOCKS}, 2, stages),
-        ("few down", few.down_and_sum, weights, {**some, **MIXTURE, **BLOCKS}, 4, stages),
+        ("few gate_and_up", few.gate_and_up, weights, {"BLOCK_I": 4, "BLOCK_K": 1024, **few_product}, 2, stages),
+        ("few down", few.down_and_sum, weights, {**some, **few_product}, 4, stages),
+        ("few gate_and_up by row", few.gate_and_up, weights, {"BLOCK_I": 4, "BLOCK_K": 1024, **few_product, **few_rows}, 2,
+         stages),
+        ("few down by row", few.down_and_sum, weights, {**some, **few_product, **few_rows}, 4, stages),
         ("router", triton_router_kernel.multiply_parts, {"quantised_ptr"}, router, 4, stages),
         ("choice of a sum", triton_fused_kernel.choose, set(), ROUTE, 1, stages),
         ("choice", triton_fused_kernel.choose, set(), ROUTE | {"SUMMED": False, "HAS_LISTS": False, "HAS_BIAS": True}, 1,

@@ -12,6 +12,7 @@ from product_checks import draw, fp8, routed
 from firstlight.hardware import H200
 from firstlight.ops.experts import hopper_grouped
 from firstlight.ops.op import Call
+from firstlight.quant import WHOLE_ROW
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -59,13 +60,17 @@ def test_rows(shared: bool) -> None:
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [("", None), ("architecture", "serves sm_90"), ("few", "pairs an expert or more"), ("cut", "reads dense weights")],
-)
+    [
+        ("", None), ("architecture", "serves sm_90"), ("few", "pairs an expert or more"), ("cut", "reads dense weights"),
+        ("rows", "reads a scale a block, and the weights are float8_e4m3fn/1xrow:bfloat16"),
+    ],
+)  # fmt: skip
 def test_refuses(change: str, reason: str | None) -> None:
     tokens = 10 if change == "few" else 200
     x = torch.zeros(tokens, 256, dtype=torch.bfloat16)
-    gate_up = fp8(torch.zeros(4, 512, 256, dtype=torch.bfloat16))
-    down = fp8(torch.zeros(4, 256, 256, dtype=torch.bfloat16))
+    block = (1, WHOLE_ROW) if change == "rows" else (128, 128)
+    gate_up = fp8(torch.zeros(4, 512, 256, dtype=torch.bfloat16), block)
+    down = fp8(torch.zeros(4, 256, 256, dtype=torch.bfloat16), block)
     if change == "cut":
         down.parts["data"] = torch.zeros(4, 256, 512).to(torch.float8_e4m3fn)[..., :256]
     chosen = torch.zeros(tokens, 2, dtype=torch.int32)

@@ -109,7 +109,7 @@ def forms(provider, call):
 
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    [("Qwen3.5-35B-A3B-FP8", None), ("Qwen3.5-35B-A3B", None), ("Qwen3-8B", None), ("Qwen3-8B", CHANNELS)],
+    [("Qwen3.5-35B-A3B-FP8", None), ("Qwen3.5-35B-A3B", None), ("Qwen3-8B", None), ("Qwen3.5-35B-A3B", CHANNELS)],
     ids=["blocks", "mixture", "plain", "channels"],
 )
 def test_scratch_memory_is_declared(name, quantization, monkeypatch):
@@ -135,4 +135,6 @@ def test_scratch_memory_is_declared(name, quantization, monkeypatch):
         assert {("moe", "hopper_grouped"), ("experts", "hopper_grouped")} <= tried
     if quantization is CHANNELS:
         assert {("linear", "triton_row_fp8"), ("linear", "torch_row_fp8"), ("linear", "triton_skinny")} <= tried
+        assert {(op, provider) for op in ("experts", "moe") for provider in ("triton_few", "triton_grouped")} <= tried
+        assert not {("experts", "hopper_grouped"), ("moe", "hopper_grouped")} & tried
     assert not wrong

@@ -33,6 +33,8 @@ def refusal(call: Call, gate_up: Weight, down: Weight, pairs: int) -> str | None
         return reason
     if not isinstance(gate_up, Packed) or not isinstance(down, Packed):
         return "the experts aren't FP8"
+    if gate_up.format.by_row:
+        return f"reads a scale a block, and the weights are {gate_up.format}"
     if pairs < LEAST_PAIRS * gate_up.shape[0]:
         return f"serves {LEAST_PAIRS} pairs an expert or more, not {pairs} for {gate_up.shape[0]}"
     return cannot_transfer("gate_up", gate_up) or cannot_transfer("down", down)

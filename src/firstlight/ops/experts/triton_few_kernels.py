@@ -15,7 +15,7 @@ from torch import Tensor
 from firstlight.ops.linear.triton_skinny_kernels import divisor, parts_of, scaled_input
 from firstlight.ops.triton_launch import kernel
 from firstlight.ops.triton_support import cdiv, power_of_two
-from firstlight.quant import Packed, Weight
+from firstlight.quant import Packed, Weight, format_of
 
 
 @kernel
@@ -25,9 +25,12 @@ def gate_and_up(
     first_expert, local_experts,
     I: tl.constexpr, SHARED_I: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """hidden [T * SLOTS, max(I, SHARED_I)] = silu(gate) * up of each choice; rows of choices that aren't local stay unwritten."""
+    """hidden [T * SLOTS, max(I, SHARED_I)] = silu(gate) * up of each choice; rows of choices that aren't local stay unwritten.
+
+    HAS_SCALE: weights have a scale a block. BY_ROW: one a row instead.
+    """
     i_tile, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, choice = i_row // SLOTS, i_row % SLOTS
     size = I
@@ -64,6 +67,10 @@ def gate_and_up(
             if HAS_SCALE:
                 b_x = scaled_input(x_ptr, p_up_scale, i_k, H, BLOCK_K, SCALE_COLUMNS, HAS_SCALE)
             up += tl.sum(b_w_up.to(tl.float32) * b_x[None, :], axis=1)
+        if BY_ROW:
+            p_row_scale = scale_ptr + o_i * scale_stride_n
+            gate *= tl.load(p_row_scale, mask=m_i, other=0.0).to(tl.float32)
+            up *= tl.load(p_row_scale + size * scale_stride_n, mask=m_i, other=0.0).to(tl.float32)
         b_h = gate * tl.sigmoid(gate) * up
         p_hidden = hidden_ptr + i_row * max(I, SHARED_I) + o_i
         tl.store(p_hidden, b_h.to(hidden_ptr.dtype.element_ty), mask=m_i)
@@ -76,9 +83,13 @@ def down_and_sum(
     first_expert, local_experts,
     I: tl.constexpr, SHARED_I: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, CHOICES: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHARE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr, BY_ROW: tl.constexpr,
+    HAS_SHARE: tl.constexpr,
 ):  # fmt: skip
-    """y [T, H] = sum over choices of weight * down[expert] hidden; the shared expert's weight is share [T], or 1."""
+    """y [T, H] = sum over choices of weight * down[expert] hidden; the shared expert's weight is share [T], or 1.
+
+    HAS_SCALE, BY_ROW: as in `gate_and_up`.
+    """
     i_h, token = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_h = i_h * BLOCK_H + tl.arange(0, BLOCK_H)
     o_i = tl.arange(0, BLOCK_I)
@@ -90,6 +101,9 @@ def down_and_sum(
     b_expert = tl.load(experts_ptr + token * TOP_K + o_j, mask=m_j, other=-1).to(tl.int64) - first_expert
     m_j = m_j & (b_expert >= 0) & (b_expert < local_experts)
     b_weight = tl.load(weights_ptr + token * TOP_K + o_j, mask=m_j, other=0.0).to(tl.float32)
+    if BY_ROW:
+        p_row_scale = scale_ptr + (b_expert * scale_stride_e)[None, :] + (o_h * scale_stride_n)[:, None]
+        b_row_scale = tl.load(p_row_scale, mask=m_h[:, None] & m_j[None, :], other=0.0).to(tl.float32)
     RUN: tl.constexpr = min(BLOCK_I, SCALE_COLUMNS)
     for i_i in tl.static_range(0, I, BLOCK_I):
         m_i = i_i + o_i < I
@@ -111,11 +125,16 @@ def down_and_sum(
             p_scale += o_run[None, :] // SCALE_COLUMNS
             b_h *= tl.load(p_scale, mask=m_j[:, None] & (o_run < I)[None, :], other=0.0).to(tl.float32)[:, :, None]
         b_h = b_h.reshape(CHOICES, BLOCK_I)
-        b_y += tl.sum(tl.sum(b_w.to(tl.float32) * b_h[None, :, :], axis=2), axis=1)
+        b_part = tl.sum(b_w.to(tl.float32) * b_h[None, :, :], axis=2)
+        if BY_ROW:
+            b_part *= b_row_scale
+        b_y += tl.sum(b_part, axis=1)
     if SLOTS > TOP_K:
         weight = 1.0
         if HAS_SHARE:
             weight = tl.load(share_ptr + token).to(tl.float32)
+        if BY_ROW:
+            weight *= tl.load(shared_scale_ptr + o_h * shared_scale_stride_n, mask=m_h, other=0.0).to(tl.float32)
         p_hidden = hidden_ptr + (token * SLOTS + TOP_K) * max(I, SHARED_I)
         p_scale = shared_scale_ptr + i_h * BLOCK_H // SCALE_ROWS * shared_scale_stride_n
         for i_i in tl.static_range(0, SHARED_I, BLOCK_I):
@@ -145,17 +164,20 @@ def experts(
     shared_up, shared_up_scale, _ = parts_of(shared[0] if shared else gate_up)
     shared_down, shared_down_scale, _ = parts_of(shared[1] if shared else down)
     shared_size = shared[1].shape[1] if shared else 0
-    slots = top_k + (shared is not None)
+    slots, by_row = top_k + (shared is not None), format_of(gate_up).by_row
     row = max(size, shared_size)
     hidden = torch.empty((tokens * slots, row), dtype=x.dtype, device=x.device)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     common: dict[str, Any] = {
         "first_expert": first_expert, "local_experts": local_experts, "I": size, "SHARED_I": shared_size,
-        "SLOTS": slots, "TOP_K": top_k, "HAS_SCALE": isinstance(gate_up, Packed), "H": hidden_size,
-        "hidden_ptr": hidden, "experts_ptr": chosen,
+        "SLOTS": slots, "TOP_K": top_k, "HAS_SCALE": isinstance(gate_up, Packed) and not by_row, "BY_ROW": by_row,
+        "H": hidden_size, "hidden_ptr": hidden, "experts_ptr": chosen,
     }  # fmt: skip
-    # A tile of rows has one scale: it divides the block, and the halves gate | up start where a tile does.
-    block_i = divisor(up_block[0] | size | (shared_size or size), tuning.get("block_i", 4))
+    block_i, block_h = tuning.get("block_i", 4), tuning.get("block_h", 8)
+    if not by_row:
+        # A tile of rows has one scale: it divides the block, and the halves gate | up start where a tile does.
+        block_i = divisor(up_block[0] | size | (shared_size or size), block_i)
+        block_h = divisor(down_block[0], block_h)
     block_k = min(power_of_two(hidden_size), tuning.get("block_k", 1024))
     gate_and_up[(cdiv(row, block_i), tokens * slots)](
         x, w_ptr=up_data, scale_ptr=up_scale, shared_ptr=shared_up, shared_scale_ptr=shared_up_scale,
@@ -165,7 +187,6 @@ def experts(
         BLOCK_I=block_i, BLOCK_K=block_k, SCALE_ROWS=up_block[0], SCALE_COLUMNS=up_block[1],
         num_warps=tuning.get("num_warps", 2), **common,
     )  # fmt: skip
-    block_h = divisor(down_block[0], tuning.get("block_h", 8))
     down_and_sum[(cdiv(hidden_size, block_h), tokens)](
         weights_ptr=weights, w_ptr=down_data, scale_ptr=down_scale, shared_ptr=shared_down,
         shared_scale_ptr=shared_down_scale, share_ptr=x if share is None else share, y_ptr=y,

@@ -3,8 +3,11 @@
 Launches: clear the lists; fill them; quantise the tokens; gate and up with silu; down; weighted sum; and for many rows an
 expert one that cuts the lists into tiles. Every grid has a static bound and programs without work end at once, so it can be
 captured.
-FP8 block weights are multiplied in FP8, their activations quantised to one scale a token and 128 columns: the scheme that
-such checkpoints declare (`activation_scheme: dynamic`). Plain weights are multiplied in the activations' dtype.
+FP8 weights are multiplied in FP8, their activations quantised to one scale a token and 128 columns: the scheme that checkpoints
+with a scale a block declare (`activation_scheme: dynamic`). Those with a scale a row declare one a token. They get the same,
+as no group's scale is larger than its token's would be, so that nothing is rounded more coarsely; and a program that computes
+128 columns of the intermediate quantises them without knowing the token's others. Plain weights are multiplied in the
+activations' dtype.
 """
 
 from __future__ import annotations
@@ -12,31 +15,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from firstlight.ops.linear.triton_skinny import weight_refusal
+from firstlight.ops.experts.triton_few import projections_refusal
 from firstlight.ops.op import Call
 from firstlight.ops.triton_support import unavailable
 from firstlight.quant import Packed, Weight
 
 BLOCK = 128
-"""Columns that share a scale, of weights and activations."""
+"""Columns that share a scale, of activations and of weights in blocks."""
 
 
 def when(call: Call) -> str | None:
-    """FP8 in blocks of 128 x 128 with bfloat16 or float16 activations, or plain weights of the activations' dtype."""
+    """bfloat16 or float16 activations; FP8 in blocks of 128 x 128 or with a scale a row, or plain weights of their dtype."""
     if reason := unavailable(call.hardware):
         return reason
     x, _, _, gate_up, down = call.args
     if isinstance(x, Packed) or x.dtype not in (torch.bfloat16, torch.float16):
         return f"the activations are {x.format if isinstance(x, Packed) else x.dtype}"
+    if reason := projections_refusal(gate_up, down):
+        return reason
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        if reason := weight_refusal(weight):
-            return f"{name}: {reason}"
-        if isinstance(weight, Packed) and weight.format.block != (BLOCK, BLOCK):
+        if isinstance(weight, Packed) and not weight.format.by_row and weight.format.block != (BLOCK, BLOCK):
             return f"{name} has a scale for {weight.format.block}, and this reads {BLOCK} x {BLOCK}"
         if isinstance(weight, Tensor) and weight.dtype != x.dtype:
             return f"{name} is {weight.dtype}, the activations {x.dtype}"
-    if isinstance(gate_up, Packed) != isinstance(down, Packed):
-        return "reads both projections packed or both plain"
     size, hidden = down.shape[2], down.shape[1]
     if isinstance(down, Packed) and (size % BLOCK or hidden % BLOCK):
         return f"hidden size {hidden} and intermediate size {size} must be multiples of {BLOCK}"

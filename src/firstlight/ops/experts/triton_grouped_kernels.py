@@ -20,7 +20,7 @@ from firstlight.ops.linear.triton_quantise import quantised, saturated, scale_of
 from firstlight.ops.linear.triton_skinny_kernels import parts_of
 from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_inputs
 from firstlight.ops.triton_support import cdiv, read_tiles, tile_for
-from firstlight.quant import Packed, Weight
+from firstlight.quant import Packed, Weight, format_of
 
 
 @triton.jit
@@ -45,11 +45,20 @@ def tile_of(
 
 
 @triton.jit
+def silu_mul(b_acc, p_row_scale, BY_ROW: tl.constexpr):
+    """silu(gate) * up of pairs [M, N, 2]. BY_ROW: their weights' scales are at p_row_scale [N, 2]."""
+    if BY_ROW:
+        b_acc *= tl.load(p_row_scale).to(tl.float32)[None, :, :]
+    b_gate, b_up = b_acc.split()
+    return b_gate * tl.sigmoid(b_gate) * b_up
+
+
+@triton.jit
 def gate_and_up_tile(
     x_ptr, x_scale_ptr, list_ptr, w_ptr, scale_ptr, hidden_ptr, hidden_scale_ptr, i_i, expert, first, end, is_shared,
     size, T, H, x_stride_t, x_scale_stride_t, w_stride_n, scale_stride_n,
     ROW: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr, HAS_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr, HAS_SCALE: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK_M rows; see `gate_and_up`."""
     HALVES: tl.constexpr = 2 if HAS_SCALE else 1
@@ -64,6 +73,8 @@ def gate_and_up_tile(
     p_x = x_ptr + o_t[:, None] * x_stride_t + o_k[None, :]
     p_w = w_ptr + (o_i + o_n % 2 * size).to(tl.int64)[None, :] * w_stride_n + o_k[:, None]
     p_scale = scale_ptr + (first_i + tl.arange(0, 2) * size) // 128 * scale_stride_n
+    p_row_scale = first_i + tl.arange(0, BLOCK_I)[:, None] + tl.arange(0, 2)[None, :] * size
+    p_row_scale = scale_ptr + p_row_scale * scale_stride_n
     p_x_scale = x_scale_ptr + o_t * x_scale_stride_t
     b_acc = tl.zeros([BLOCK_M, BLOCK_I, 2], dtype=tl.float32)
     b_first = tl.zeros([BLOCK_M, BLOCK_I], dtype=tl.float32)
@@ -73,20 +84,19 @@ def gate_and_up_tile(
             i_k = i % steps
             b_x = tl.load(p_x + i_k * BLOCK_K, mask=m_m[:, None], other=0.0)
             b_w = tl.load(p_w + (i // steps * BLOCK_I).to(tl.int64) * w_stride_n + i_k * BLOCK_K)
-            b_x_scale = tl.load(p_x_scale + i_k, mask=m_m, other=0.0)
-            b_scale = b_x_scale[:, None] * tl.load(p_scale + i_k).to(tl.float32)[None, :]
+            b_scale = tl.load(p_x_scale + i_k, mask=m_m, other=0.0)[:, None]
+            if not BY_ROW:
+                b_scale *= tl.load(p_scale + i_k).to(tl.float32)[None, :]
             b_acc += tl.dot(b_x, b_w).reshape(BLOCK_M, BLOCK_I, 2) * b_scale[:, None, :]
             if i == steps - 1:
-                b_gate, b_up = b_acc.split()
-                b_first = b_gate * tl.sigmoid(b_gate) * b_up
+                b_first = silu_mul(b_acc, p_row_scale, BY_ROW)
                 b_acc = tl.zeros([BLOCK_M, BLOCK_I, 2], dtype=tl.float32)
         else:
             m_k = o_k < H - i * BLOCK_K
             b_x = tl.load(p_x + i * BLOCK_K, mask=m_m[:, None] & m_k[None, :], other=0.0)
             b_w = tl.load(p_w + i * BLOCK_K, mask=(o_i < size)[None, :] & m_k[:, None], other=0.0)
             b_acc += tl.dot(b_x, b_w).reshape(BLOCK_M, BLOCK_I, 2)
-    b_gate, b_up = b_acc.split()
-    b_hidden = b_gate * tl.sigmoid(b_gate) * b_up
+    b_hidden = silu_mul(b_acc, p_row_scale + (HALVES - 1) * BLOCK_I * scale_stride_n, BY_ROW)
     o_i = first_i + tl.arange(0, BLOCK_I)
     p_hidden = hidden_ptr + o_p[:, None] * ROW + o_i[None, :]
     if HAS_SCALE:
@@ -107,12 +117,13 @@ def gate_and_up(
     hidden_scale_ptr, T, H, local_experts, x_stride_t, x_scale_stride_t, w_stride_e, w_stride_n, scale_stride_e,
     scale_stride_n, shared_stride_n, shared_scale_stride_n,
     I: tl.constexpr, SHARED_I: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr, HAS_SCALE: tl.constexpr, BY_ROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden [T * SLOTS, max(I, SHARED_I)] = silu(gate) * up, by pair; with HAS_SCALE in FP8, with hidden_scale a group.
 
     A tile interleaves gate and up columns, so that a thread holds both of a pair. With HAS_SCALE a program computes two
-    tiles of 64 columns in one loop, a group that shares a scale; otherwise one of BLOCK_I.
+    tiles of 64 columns in one loop, a group that shares a scale; otherwise one of BLOCK_I. BY_ROW: weights have a scale a row,
+    which is applied to what is summed up, in place of one a block of 128 x 128.
     """
     wait_for_inputs(PDL)
     ROW: tl.constexpr = max(I, SHARED_I)
@@ -126,7 +137,7 @@ def gate_and_up(
             gate_and_up_tile(
                 x_ptr, x_scale_ptr, list_ptr, w_ptr, scale_ptr, hidden_ptr, hidden_scale_ptr, i_i, expert, first,
                 end, is_shared, size, T, H, x_stride_t, x_scale_stride_t, w_stride_n, scale_stride_n,
-                ROW, SLOTS, TOP_K, BLOCK_M, BLOCK_I, BLOCK_K, HAS_SCALE,
+                ROW, SLOTS, TOP_K, BLOCK_M, BLOCK_I, BLOCK_K, HAS_SCALE, BY_ROW,
             )  # fmt: skip
 
 
@@ -135,7 +146,7 @@ def down_tile(
     hidden_ptr, hidden_scale_ptr, list_ptr, w_ptr, scale_ptr, y_ptr, i_band, expert, first, end, is_shared, size,
     T, H, w_stride_n, scale_stride_n,
     ROW: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, N_TILES: tl.constexpr, HAS_SCALE: tl.constexpr,
+    BLOCK_K: tl.constexpr, N_TILES: tl.constexpr, HAS_SCALE: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK_M rows; see `down`."""
     o_m = first + tl.arange(0, BLOCK_M)
@@ -155,9 +166,10 @@ def down_tile(
         if HAS_SCALE:
             b_hidden = tl.load(p_hidden + i_k * BLOCK_K, mask=m_m[:, None], other=0.0)
             b_w = tl.load(p_w + i_n.to(tl.int64) * BLOCK_N * w_stride_n + i_k * BLOCK_K, mask=m_n[None, :], other=0.0)
-            b_hidden_scale = tl.load(p_hidden_scale + i_k * BLOCK_K // 128, mask=m_m, other=0.0)
-            p_tile_scale = scale_ptr + i_n * BLOCK_N // 128 * scale_stride_n + i_k * BLOCK_K // 128
-            b_scale = b_hidden_scale * tl.load(p_tile_scale, mask=i_n * BLOCK_N < H, other=0.0).to(tl.float32)
+            b_scale = tl.load(p_hidden_scale + i_k * BLOCK_K // 128, mask=m_m, other=0.0)
+            if not BY_ROW:
+                p_tile_scale = scale_ptr + i_n * BLOCK_N // 128 * scale_stride_n + i_k * BLOCK_K // 128
+                b_scale *= tl.load(p_tile_scale, mask=i_n * BLOCK_N < H, other=0.0).to(tl.float32)
             b_acc += tl.dot(b_hidden, b_w) * b_scale[:, None]
         else:
             m_k = o_k < size - i_k * BLOCK_K
@@ -166,6 +178,8 @@ def down_tile(
             b_w = tl.load(p_w + i_n.to(tl.int64) * BLOCK_N * w_stride_n + i_k * BLOCK_K, mask=m_w, other=0.0)
             b_acc += tl.dot(b_hidden, b_w)
         if i_k == steps - 1:
+            if BY_ROW:
+                b_acc *= tl.load(scale_ptr + o_n * scale_stride_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
             p_y = y_ptr + o_pair[:, None] * H + o_n[None, :]
             tl.store(p_y, b_acc.to(y_ptr.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
             b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -177,9 +191,9 @@ def down(
     T, H, local_experts, w_stride_e, w_stride_n, scale_stride_e, scale_stride_n, shared_stride_n, shared_scale_stride_n,
     I: tl.constexpr, SHARED_I: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, N_TILES: tl.constexpr,
-    HAS_SCALE: tl.constexpr, PDL: tl.constexpr,
+    HAS_SCALE: tl.constexpr, BY_ROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [T * SLOTS, H]: each pair's product. BLOCK_N divides 128.
+    """y [T * SLOTS, H]: each pair's product. BLOCK_N divides 128. HAS_SCALE, BY_ROW: as in `gate_and_up`.
 
     A program computes N_TILES tiles of columns in one loop, so that the loads of the next are under way while one is stored.
     """
@@ -194,7 +208,7 @@ def down(
         down_tile(
             hidden_ptr, hidden_scale_ptr, list_ptr, w_ptr, scale_ptr, y_ptr, i_band, expert, first, end, is_shared,
             size, T, H, w_stride_n, scale_stride_n,
-            ROW, SLOTS, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, N_TILES, HAS_SCALE,
+            ROW, SLOTS, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, N_TILES, HAS_SCALE, BY_ROW,
         )  # fmt: skip
 
 
@@ -247,7 +261,7 @@ def multiplied(
     common: dict[str, Any] = {
         "hidden_ptr": hidden, "hidden_scale_ptr": hidden_scale, "list_ptr": lists.entries, "T": tokens,
         "H": hidden_size, "I": size, "SHARED_I": shared_size, "SLOTS": slots, "TOP_K": top_k, "BLOCK_M": block_m,
-        **dependent_launch(x),
+        "BY_ROW": format_of(gate_up).by_row, **dependent_launch(x),
     }  # fmt: skip
     up_arguments: dict[str, Any] = {
         "x_ptr": x, "x_scale_ptr": x_scale, "w_ptr": up_data, "scale_ptr": up_scale, "shared_ptr": shared_up,

@@ -1,8 +1,9 @@
 """Kernels of `triton_grouped` for experts with few rows each, where reading the weights is all the time there is.
 
-FP8 only. The weights are the left operand of the product: Hopper's FP8 instructions want 64 rows there, and the few rows
-of an expert fit on the right, from 8 on. A program walks the whole list of an expert, and the shared expert's, which has
-every token, is cut into as many programs as it has tiles. Programs of an expert that nobody chose end at once.
+FP8 only, with a scale a block of 128 x 128 weights or, BY_ROW, one a row. The weights are the left operand of the product:
+Hopper's FP8 instructions want 64 rows there, and the few rows of an expert fit on the right, from 8 on. A program walks the whole
+list of an expert, and the shared expert's, which has every token, is cut into as many programs as it has tiles. Programs of an
+expert that nobody chose end at once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def gate_and_up(
     hidden_scale_ptr, T, H, shared_tiles, x_stride_t, x_scale_stride_t, w_stride_e, w_stride_n, scale_stride_e,
     scale_stride_n, shared_stride_n, shared_scale_stride_n,
     I: tl.constexpr, SHARED_I: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BY_ROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden [T * SLOTS, max(I, SHARED_I)] in FP8 of silu(gate) * up, by pair, and hidden_scale, one for BLOCK_I columns.
 
@@ -79,12 +80,20 @@ def gate_and_up(
             for i_k in range(H // 128):
                 b_w_gate, b_w_up = tl.load(p_gate), tl.load(p_up)
                 b_x = tl.load(p_x, mask=m_m[None, :], other=0.0)
-                b_x_scale = tl.load(p_x_scale + i_k, mask=m_m, other=0.0)
-                b_gate += tl.dot(b_w_gate, b_x) * (b_x_scale * tl.load(p_gate_scale + i_k).to(tl.float32))[None, :]
-                b_up += tl.dot(b_w_up, b_x) * (b_x_scale * tl.load(p_up_scale + i_k).to(tl.float32))[None, :]
+                b_gate_scale = tl.load(p_x_scale + i_k, mask=m_m, other=0.0)
+                b_up_scale = b_gate_scale
+                if not BY_ROW:
+                    b_gate_scale *= tl.load(p_gate_scale + i_k).to(tl.float32)
+                    b_up_scale *= tl.load(p_up_scale + i_k).to(tl.float32)
+                b_gate += tl.dot(b_w_gate, b_x) * b_gate_scale[None, :]
+                b_up += tl.dot(b_w_up, b_x) * b_up_scale[None, :]
                 p_x += 128
                 p_gate += 128
                 p_up += 128
+            if BY_ROW:
+                p_row_scale = scale_ptr + o_i * scale_stride_n
+                b_gate *= tl.load(p_row_scale).to(tl.float32)[:, None]
+                b_up *= tl.load(p_row_scale + size * scale_stride_n).to(tl.float32)[:, None]
             b_hidden, b_scale = quantise_tokens(b_gate * tl.sigmoid(b_gate) * b_up, hidden_ptr.dtype.element_ty)
             tl.store(hidden_scale_ptr + o_p * (ROW // 128) + i_i, b_scale, mask=m_m)
             tl.store(hidden_ptr + o_p[None, :] * ROW + o_i[:, None], b_hidden, mask=m_m[None, :])
@@ -95,7 +104,7 @@ def down(
     hidden_ptr, hidden_scale_ptr, count_ptr, list_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, y_ptr,
     T, H, shared_tiles, w_stride_e, w_stride_n, scale_stride_e, scale_stride_n, shared_stride_n, shared_scale_stride_n,
     I: tl.constexpr, SHARED_I: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_ROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T * SLOTS, H]: each pair's product. BLOCK_N divides 128."""
     wait_for_inputs(PDL)
@@ -124,8 +133,12 @@ def down(
         for i_k in range(size // 128):
             b_w = tl.load(p_w)
             b_hidden = tl.load(p_hidden, mask=m_m[None, :], other=0.0)
-            b_scale = tl.load(p_hidden_scale + i_k, mask=m_m, other=0.0) * tl.load(p_scale + i_k).to(tl.float32)
+            b_scale = tl.load(p_hidden_scale + i_k, mask=m_m, other=0.0)
+            if not BY_ROW:
+                b_scale *= tl.load(p_scale + i_k).to(tl.float32)
             b_acc += tl.dot(b_w, b_hidden) * b_scale[None, :]
             p_hidden += 128
             p_w += 128
+        if BY_ROW:
+            b_acc *= tl.load(scale_ptr + o_n * scale_stride_n).to(tl.float32)[:, None]
         tl.store(y_ptr + o_p[None, :] * H + o_n[:, None], b_acc.to(y_ptr.dtype.element_ty), mask=m_m[None, :])

@@ -37,9 +37,9 @@ def when(call: Call) -> str | None:
         return "reads FP8 weights only"
     if reason := weight_refusal(weight):
         return reason
-    if weight.format.block != (BLOCK, BLOCK) or weight.shape[1] % BLOCK:
-        return f"needs blocks of {BLOCK} x {BLOCK} that divide the columns; they are {weight.format.block} of {weight.shape[1]}"
-    return None
+    if weight.format.block != (BLOCK, BLOCK):
+        return f"needs blocks of {BLOCK} x {BLOCK}, and the weight is {weight.format}"
+    return f"needs columns in whole {BLOCK}s, not {weight.shape[1]}" if weight.shape[1] % BLOCK else None
 
 
 def workspace(call: Call) -> int:

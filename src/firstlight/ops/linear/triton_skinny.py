@@ -18,14 +18,14 @@ MOST_TOKENS = 4
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def weight_refusal(weight: Weight, *, by_row: bool = False) -> str | None:
-    """Why the kernels can't read a weight: plain floats, or FP8 with a scale a block, are what they know. by_row: or a row."""
+def weight_refusal(weight: Weight) -> str | None:
+    """Why the kernels can't read a weight: plain floats, or FP8 with a scale a block or a row, are what they know."""
     form = format_of(weight)
     if isinstance(weight, Tensor):
         return None if weight.dtype in SUPPORTED else f"the weight is {weight.dtype}"
     is_stored = form.dtype == "float8_e4m3fn" and form.layout in (PLAIN, E4M3FNUZ.name)
-    if not is_stored or form.block is None or (form.by_row and not by_row):
-        return f"reads float8_e4m3fn with a scale a block, and the weight is {form}"
+    if not is_stored or form.block is None:
+        return f"reads float8_e4m3fn with a scale a block or a row, and the weight is {form}"
     if any(size & (size - 1) for size in form.block):
         return f"a tile has powers of two for sizes, and the blocks are {form.block}"
     return None
@@ -44,7 +44,7 @@ def when(call: Call) -> str | None:
         return f"serves {', '.join(map(str, SUPPORTED))}, not {x.dtype} -> {call.kwargs.get('dtype')}"
     if isinstance(weight, Tensor) and x.shape[0] > 1:
         return f"torch's product is quicker for plain weights and {x.shape[0]} tokens"
-    return weight_refusal(weight, by_row=True)
+    return weight_refusal(weight)
 
 
 def run(x: Tensor, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:

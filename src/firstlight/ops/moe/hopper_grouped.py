@@ -16,7 +16,7 @@ from firstlight.quant import Packed
 
 
 def when(call: Call) -> str | None:
-    """What `triton_grouped` takes, in FP8, a shared expert of the others' size; see `experts.hopper_grouped`."""
+    """What `triton_grouped` takes in FP8 with a scale a block, a shared expert of the others' size; see `experts.hopper_grouped`."""
     x, _, gate_up, down, shared_gate_up, shared_down = call.args[:6]
     if reason := triton_grouped.when(call):
         return reason
