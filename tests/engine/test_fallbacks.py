@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,15 @@ CONFIG = Path(__file__).parents[1] / "configs" / "Qwen3.5-35B-A3B-FP8.json"
 H200 = replace(GPUS["h200"], features=GPUS["h200"].features | {"triton"})
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture, hardware: Hardware, **changes: object) -> list[str]:
-    config = json.loads(CONFIG.read_text()) | changes
+def warnings_of(
+    caplog: pytest.LogCaptureFixture, hardware: Hardware, quantization: Any = None, **changes: int
+) -> list[str]:
+    """quantization: in place of the config's own, which has scales of blocks. changes: of its text fields."""
+    config = json.loads(CONFIG.read_text())
+    if quantization is not None:
+        config["quantization_config"] = quantization
     text = config["text_config"]
-    config["text_config"] = text | {"num_hidden_layers": 4, "layer_types": text["layer_types"][:4]}
+    config["text_config"] = text | {"num_hidden_layers": 4, "layer_types": text["layer_types"][:4]} | changes
     model = build_model(config, dtype=torch.bfloat16, scheme=scheme_of(config, torch.bfloat16))
     bind_model(model, [Bucket(0, 1, 1, 1, 4096, 1), Bucket(1, 64, 64, 1, 4096, 64)], hardware)
     with caplog.at_level(logging.WARNING):
@@ -34,15 +40,16 @@ def warnings_of(caplog: pytest.LogCaptureFixture, hardware: Hardware, **changes:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_nothing_is_said_where_kernels_serve(caplog: pytest.LogCaptureFixture) -> None:
-    assert warnings_of(caplog, H200) == []
+@pytest.mark.parametrize("quantization", [None, CHANNELS], ids=["blocks", "channels"])
+def test_nothing_is_said_where_kernels_serve(caplog: pytest.LogCaptureFixture, quantization: Any) -> None:
+    assert warnings_of(caplog, H200, quantization) == []
 
 
 def test_experts_that_nobody_reads_are_named_once_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    [said] = warnings_of(caplog, H200, quantization_config=CHANNELS)
+    [said] = warnings_of(caplog, H200, CHANNELS, moe_intermediate_size=192)
     assert "experts at layers.*.mlp.mixture: no kernel serves it" in said
-    assert "the weight is float8_e4m3fn/1xrow" in said
+    assert "intermediate size 192 must be multiples of 128" in said
 
 
 def test_a_cpu_has_no_kernels_to_miss(caplog: pytest.LogCaptureFixture) -> None:
-    assert warnings_of(caplog, CPU_GENERIC, quantization_config=CHANNELS) == []
+    assert warnings_of(caplog, CPU_GENERIC, CHANNELS) == []

@@ -10,7 +10,7 @@ from ops.delta_inputs import export_rows, ints, poisoned, rule_inputs, starts
 from torch import Tensor
 
 from firstlight.ops.gated_delta_rule import DeltaLog
-from firstlight.quant import FLOAT8_BY_COLUMN, Emission
+from firstlight.quant import FLOAT8_BY_COLUMN, WHOLE_ROW, Emission, Weight
 from firstlight.quant.blocks import pack_blocks
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -99,12 +99,15 @@ def route_example(logits_dtype: torch.dtype, **options: Any) -> Inputs:
     return (normal(5, 12, dtype=logits_dtype),), {"top_k": 3, "renormalise": True, **options}
 
 
-def experts_example(dtype: torch.dtype, packed: bool) -> Inputs:
+def experts_example(dtype: torch.dtype, block: tuple[int, int] | None) -> Inputs:
     """5 tokens, 3 of 4 local experts each or none; 24 hidden, 10 intermediate."""
     gate_up, down = normal(4, 20, 24), normal(4, 24, 10)
     chosen = torch.tensor([[2, 5, 0], [-1, -1, -1], [9, 3, 4], [2, 3, 4], [5, 4, 2]], dtype=torch.int32)
-    form = (8, 8), torch.float8_e4m3fn, torch.float32
-    weights = (pack_blocks(gate_up, *form), pack_blocks(down, *form)) if packed else (gate_up.to(dtype), down.to(dtype))
+    if block is None:
+        weights: tuple[Weight, Weight] = gate_up.to(dtype), down.to(dtype)
+    else:
+        form = block, torch.float8_e4m3fn, torch.float32
+        weights = pack_blocks(gate_up, *form), pack_blocks(down, *form)
     return (normal(5, 24, dtype=dtype), normal(5, 3, dtype=dtype).abs(), chosen, *weights), {"first_expert": 2}
 
 
@@ -141,7 +144,7 @@ EXAMPLES: dict[str, list[Callable[[], Inputs]]] = {
         *[lambda d=d: route_example(d, live=torch.tensor([3]), dtype=torch.bfloat16) for d in DTYPES],
         lambda: route_example(torch.float32, scoring="sigmoid", bias=normal(12), groups=4, top_groups=2, scale=2.5),
     ],
-    "experts": [lambda d=d, p=p: experts_example(d, p) for d in DTYPES for p in (False, True)],
+    "experts": [lambda d=d, b=b: experts_example(d, b) for d in DTYPES for b in (None, (8, 8), (1, WHOLE_ROW))],
     "moe": [
         lambda d=d, s=s, g=g: moe_example(d, s, g)
         for d in DTYPES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch.nn.functional import silu
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExperts
 
+from firstlight.hardware import H200
 from firstlight.ops.experts import experts
 from firstlight.ops.experts.torch_grouped import run as grouped
-from firstlight.quant import unpack
+from firstlight.ops.op import Call
+from firstlight.quant import WHOLE_ROW, unpack
 from firstlight.quant.blocks import pack_blocks
 
 E, H, I, K = 8, 24, 16, 3
@@ -114,6 +117,33 @@ def test_packed_weights_are_the_values_they_stand_for() -> None:
     torch.testing.assert_close(
         experts(x, weights, chosen, *packed), experts(x, weights, chosen, *values), rtol=0, atol=0
     )
+
+
+BLOCK, ROW = (128, 128), (1, WHOLE_ROW)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (None, None, None), (BLOCK, BLOCK, None), (ROW, ROW, None),
+        (ROW, BLOCK, "not float8_e4m3fn/1xrow:float32 and float8_e4m3fn/128x128:float32"),
+        (None, ROW, "not bfloat16 and float8_e4m3fn/1xrow:float32"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("provider", ["triton_few", "triton_grouped"])
+def test_scales_that_triton_reads(provider: str, first: Any, second: Any, reason: str | None) -> None:
+    """Those of both projections of one kind."""
+    x, chosen = torch.zeros(3, 128, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int32)
+    shapes = ((first, (4, 256, 128)), (second, (4, 128, 128)))
+    gate_up, down = (
+        x.new_zeros(shape)
+        if block is None
+        else pack_blocks(x.new_zeros(shape), block, torch.float8_e4m3fn, torch.float32)
+        for block, shape in shapes
+    )
+    hardware = replace(H200, features=H200.features | {"triton"})
+    found = experts.providers[provider].when(Call((x, chosen, chosen, gate_up, down), {}, None, hardware))
+    assert found is None if reason is None else found is not None and found.endswith(reason)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 33])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,11 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from firstlight.hardware import H200
 from firstlight.ops.moe import moe
+from firstlight.ops.op import Call
+from firstlight.quant import WHOLE_ROW
+from firstlight.quant.blocks import pack_blocks
 
 H, E, I, J = 24, 8, 10, 14
 
@@ -122,3 +127,20 @@ def test_ranks_add_up(split: str) -> None:
             x, router, *local, shared_rows, shared_columns, shared_gate, live=live, first_expert=first, **options
         )
     torch.testing.assert_close(total[:7], whole[:7], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stored_alike", [True, False])
+@pytest.mark.parametrize("provider", ["triton_few", "triton_grouped"])
+def test_triton_folds_in_a_shared_expert_stored_like_the_others(provider: str, stored_alike: bool) -> None:
+    """One that a checkpoint leaves plain, beside experts with a scale a row, is left to the parts."""
+    x, gate = torch.zeros(4, 128, dtype=torch.bfloat16), torch.zeros(1, 128, dtype=torch.bfloat16)
+    gate_up, down, shared_gate_up, shared_down = (
+        pack_blocks(x.new_zeros(shape), (1, WHOLE_ROW), torch.float8_e4m3fn, torch.float32)
+        for shape in ((4, 256, 128), (4, 128, 128), (256, 128), (128, 128))
+    )
+    shared = (shared_gate_up, shared_down) if stored_alike else (x.new_zeros(256, 128), x.new_zeros(128, 128))
+    options = {"live": None, "top_k": 2, "renormalise": True}
+    hardware = replace(H200, features=H200.features | {"triton"})
+    call = Call((x, x, gate_up, down, *shared, gate), options, None, hardware)
+    expected = None if stored_alike else "shared_gate_up is bfloat16, the other experts float8_e4m3fn/1xrow:float32"
+    assert moe.providers[provider].when(call) == expected
