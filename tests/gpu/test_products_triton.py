@@ -117,7 +117,7 @@ def test_grouped_mixture(block: Block, tokens: int, gated: bool) -> None:
 
 
 @pytest.mark.parametrize("tokens", [3, 40, 300])
-@pytest.mark.parametrize("block", [(128, 128), (1, WHOLE_ROW)])
+@pytest.mark.parametrize("block", [BLOCK, ROW])
 def test_what_is_not_finite(tokens: int, block: tuple[int, int]) -> None:
     x = draw(tokens, 1024, dtype=BF16, device="cuda")
     weight = fp8(draw(384, 1024, dtype=BF16, device="cuda") / 32, block)
@@ -126,9 +126,10 @@ def test_what_is_not_finite(tokens: int, block: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("tokens", [3, 40, 700])
-def test_what_is_not_finite_in_experts(tokens: int) -> None:
+@pytest.mark.parametrize("block", [BLOCK, ROW])
+def test_what_is_not_finite_in_experts(block: tuple[int, int], tokens: int) -> None:
     x = draw(tokens, 640, dtype=BF16, device="cuda")
-    gate_up, down = (fp8(draw(24, *shape, dtype=BF16, device="cuda") / 25) for shape in ((768, 640), (640, 384)))
+    gate_up, down = (fp8(draw(24, *shape, dtype=BF16, device="cuda") / 25, block) for shape in ((768, 640), (640, 384)))
     weights, chosen = routed(tokens, 24, 5, "cuda")
     for run in willing("experts", x, weights, chosen, gate_up, down):
         check_what_is_not_finite(lambda x, run=run: run(x, weights, chosen, gate_up, down), x)
