@@ -64,7 +64,10 @@ def cases(stages: int) -> list[tuple[str, Any, set[str], dict[str, Any], int, in
     product = {"BLOCK_M": 64, "BLOCK_K": 128, "HAS_SCALE": True, "BY_ROW": False, **MIXTURE}
     thin_product = {"BLOCK_M": 16, "BY_ROW": False, **MIXTURE}
     few_product = {"BY_ROW": False, **MIXTURE, **BLOCKS}
-    rows, few_rows = {"BY_ROW": True}, {"BY_ROW": True, "HAS_SCALE": False, "SCALE_ROWS": 1, "SCALE_COLUMNS": WHOLE_ROW}
+    # To Triton a stride that is 1 is a constant, and those of scales a row are.
+    rows = {"BY_ROW": True, "scale_stride_n": 1, "shared_scale_stride_n": 1}
+    one_row = {"BY_ROW": True, "HAS_SCALE": False, "SCALE_ROWS": 1, "SCALE_COLUMNS": WHOLE_ROW, "scale_stride_n": 1}
+    few_rows = rows | one_row
     one = {"K": 2048, "TOKENS": 1, "BLOCK_N": 8, "BLOCK_K": 1024, "HAS_BIAS": False, "BY_ROW": False, **BLOCKS}
     some = {"CHOICES": 8, "BLOCK_H": 8, "BLOCK_I": 512, "HAS_SHARE": True}
     thin_tile = {"BLOCK_T": 16, "BLOCK_N": 64, "HAS_BIAS": True, "BY_ROW": False}
@@ -87,7 +90,7 @@ def cases(stages: int) -> list[tuple[str, Any, set[str], dict[str, Any], int, in
         ("block thin by row", block.multiply_thin, both, thin_tile | {"BY_ROW": True}, 4, stages),
         ("quantise", triton_quantise.quantise_rows, {"y_ptr"}, {"BLOCK_T": 2, "GROUPS": 16}, 4, stages),
         ("quantise rows", triton_quantise.quantise_whole_rows, {"y_ptr"}, {"BLOCK_K": 4096}, 8, stages),
-        ("skinny by row", triton_skinny_kernels.multiply, weights, one | few_rows, 2, stages),
+        ("skinny by row", triton_skinny_kernels.multiply, weights, one | one_row, 2, stages),
         ("skinny", triton_skinny_kernels.multiply, weights, one, 2, stages),
         ("skinny, K at once", triton_skinny_kernels.multiply, weights, one | {"BLOCK_K": 2048}, 4, stages),
         ("few gate_and_up", few.gate_and_up, weights, {"BLOCK_I": 4, "BLOCK_K": 1024, **few_product}, 2, stages),

@@ -129,14 +129,14 @@ def gate_and_up(
     ROW: tl.constexpr = max(I, SHARED_I)
     i_i, i_tile = tl.program_id(0), tl.program_id(1)
     if i_tile < tl.load(tiles_ptr):
-        expert, first, end, is_shared, size, w_ptr, scale_ptr, w_stride_n, scale_stride_n = tile_of(
+        expert, first, end, is_shared, size, p_w, p_scale, row_stride, scale_stride = tile_of(
             tile_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, i_tile, local_experts, w_stride_e, w_stride_n,
             scale_stride_e, scale_stride_n, shared_stride_n, shared_scale_stride_n, I, SHARED_I, SLOTS, TOP_K,
         )  # fmt: skip
         if i_i * BLOCK_I * (2 if HAS_SCALE else 1) < size:
             gate_and_up_tile(
-                x_ptr, x_scale_ptr, list_ptr, w_ptr, scale_ptr, hidden_ptr, hidden_scale_ptr, i_i, expert, first,
-                end, is_shared, size, T, H, x_stride_t, x_scale_stride_t, w_stride_n, scale_stride_n,
+                x_ptr, x_scale_ptr, list_ptr, p_w, p_scale, hidden_ptr, hidden_scale_ptr, i_i, expert, first,
+                end, is_shared, size, T, H, x_stride_t, x_scale_stride_t, row_stride, scale_stride,
                 ROW, SLOTS, TOP_K, BLOCK_M, BLOCK_I, BLOCK_K, HAS_SCALE, BY_ROW,
             )  # fmt: skip
 
@@ -201,13 +201,13 @@ def down(
     ROW: tl.constexpr = max(I, SHARED_I)
     i_band, i_tile = tl.program_id(0), tl.program_id(1)
     if i_tile < tl.load(tiles_ptr):
-        expert, first, end, is_shared, size, w_ptr, scale_ptr, w_stride_n, scale_stride_n = tile_of(
+        expert, first, end, is_shared, size, p_w, p_scale, row_stride, scale_stride = tile_of(
             tile_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, i_tile, local_experts, w_stride_e, w_stride_n,
             scale_stride_e, scale_stride_n, shared_stride_n, shared_scale_stride_n, I, SHARED_I, SLOTS, TOP_K,
         )  # fmt: skip
         down_tile(
-            hidden_ptr, hidden_scale_ptr, list_ptr, w_ptr, scale_ptr, y_ptr, i_band, expert, first, end, is_shared,
-            size, T, H, w_stride_n, scale_stride_n,
+            hidden_ptr, hidden_scale_ptr, list_ptr, p_w, p_scale, y_ptr, i_band, expert, first, end, is_shared,
+            size, T, H, row_stride, scale_stride,
             ROW, SLOTS, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, N_TILES, HAS_SCALE, BY_ROW,
         )  # fmt: skip
 
