@@ -15,8 +15,9 @@ Weights may be asked for before the wait, and are then on their way while the ke
 Whatever a kernel writes in a step may not, be it several kernels back, and nothing may be stored: kernels start early one after
 another, so more than one may still run. (`let_next_begin`, the loads, `wait_for_earlier`.)
 
-Not for kernels whose programs all run at once and read weights until the end (`multiply_thin`, `triton_few_kernels`): programs that
-take places early crowd on the multiprocessors that happen to be free, and the fullest of these then decides how long it takes.
+Not behind kernels whose programs all run at once and read weights until the end (`multiply_thin`, those of `triton_few_kernels`): programs
+that take places early crowd on the multiprocessors that happen to be free, and the fullest of these then decides how long it takes.
+Such a kernel doesn't let the next one begin before its own end (it calls `wait_for_earlier` alone), or isn't launched so at all.
 """
 
 from __future__ import annotations

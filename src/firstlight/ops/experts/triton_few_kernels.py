@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from firstlight.ops.linear.triton_skinny_kernels import divisor, parts_of, scaled_input
-from firstlight.ops.triton_launch import kernel
+from firstlight.ops.triton_launch import dependent_launch, kernel, wait_for_earlier
 from firstlight.ops.triton_support import cdiv, power_of_two
 from firstlight.quant import Packed, Weight, format_of
 
@@ -26,11 +26,13 @@ def gate_and_up(
     I: tl.constexpr, SHARED_I: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr, BY_ROW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden [T * SLOTS, max(I, SHARED_I)] = silu(gate) * up of each choice; rows of choices that aren't local stay unwritten.
 
     HAS_SCALE: weights have a scale a block. BY_ROW: one a row instead.
     """
+    wait_for_earlier(PDL)
     i_tile, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, choice = i_row // SLOTS, i_row % SLOTS
     size = I
@@ -115,15 +117,14 @@ def down_and_sum(
         )
         b_w = tl.load(p_w, mask=m_h[:, None, None] & m_j[None, :, None] & m_i[None, None, :], other=0.0)
         o_run = i_i + tl.arange(0, BLOCK_I // RUN) * RUN
-        o_h_i = o_run[None, :, None] + tl.arange(0, RUN)[None, None, :]
-        p_hidden = hidden_ptr + ((token * SLOTS + o_j) * max(I, SHARED_I))[:, None, None] + o_h_i
-        b_h = (
-            tl.load(p_hidden, mask=m_j[:, None, None] & (o_h_i < I), other=0.0).to(tl.float32) * b_weight[:, None, None]
-        )
+        b_factor = b_weight[:, None]
         if HAS_SCALE:
             p_scale = scale_ptr + b_expert[:, None] * scale_stride_e + i_h * BLOCK_H // SCALE_ROWS * scale_stride_n
             p_scale += o_run[None, :] // SCALE_COLUMNS
-            b_h *= tl.load(p_scale, mask=m_j[:, None] & (o_run < I)[None, :], other=0.0).to(tl.float32)[:, :, None]
+            b_factor = b_factor * tl.load(p_scale, mask=m_j[:, None] & (o_run < I)[None, :], other=0.0).to(tl.float32)
+        o_h_i = o_run[None, :, None] + tl.arange(0, RUN)[None, None, :]
+        p_hidden = hidden_ptr + ((token * SLOTS + o_j) * max(I, SHARED_I))[:, None, None] + o_h_i
+        b_h = tl.load(p_hidden, mask=m_j[:, None, None] & (o_h_i < I), other=0.0).to(tl.float32) * b_factor[:, :, None]
         b_h = b_h.reshape(CHOICES, BLOCK_I)
         b_part = tl.sum(b_w.to(tl.float32) * b_h[None, :, :], axis=2)
         if BY_ROW:
@@ -185,7 +186,7 @@ def experts(
         scale_stride_e=up_scale.stride(0), scale_stride_n=up_scale.stride(1),
         shared_stride_n=shared_up.stride(-2), shared_scale_stride_n=shared_up_scale.stride(-2),
         BLOCK_I=block_i, BLOCK_K=block_k, SCALE_ROWS=up_block[0], SCALE_COLUMNS=up_block[1],
-        num_warps=tuning.get("num_warps", 2), **common,
+        num_warps=tuning.get("num_warps", 2), **common, **dependent_launch(x),
     )  # fmt: skip
     down_and_sum[(cdiv(hidden_size, block_h), tokens)](
         weights_ptr=weights, w_ptr=down_data, scale_ptr=down_scale, shared_ptr=shared_down,
