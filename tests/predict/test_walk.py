@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,10 @@ from predict.priced import config, priced
 
 from firstlight.models.walk import meta_step, walk
 from firstlight.ops.op import NO_COST, Shape
+from firstlight.predict import walk as predict_walk
 from firstlight.predict.layout import Layout, build
 from firstlight.predict.shape import StepShape
+from firstlight.predict.step_time import StepModel
 from firstlight.predict.walk import VARIABLES, walk_model
 from firstlight.step import Bucket
 
@@ -81,39 +82,57 @@ def test_layers_that_agree_are_walked_once_and_counted():
     assert len({call.path.split(".")[1] for call in calls if call.path.startswith("layers.")}) == 3
 
 
-def test_a_model_of_sixty_layers_is_walked_within_a_second_and_a_shape_priced_in_fifty_microseconds():
-    model = build(config("Qwen3.5-397B-A17B"), Layout())
-    walk_model(model)  # the first call of torch's meta kernels loads them
-    start = time.process_time()
-    build(config("Qwen3.5-397B-A17B"), Layout())
-    walk_model(model)
-    assert time.process_time() - start < 1.0
-    steps = priced("Qwen3.5-397B-A17B")
-    context = np.arange(1000, 3000)
-    shapes = StepShape.of_decode(np.full(2000, 64), context) + StepShape.of_prefill(np.ones(2000), context)
-    steps.time(shapes)
-    start = time.process_time()
-    steps.time(shapes)
-    assert (time.process_time() - start) / 2000 < 50e-6
+def test_layers_that_agree_cost_one_walk_together(monkeypatch):
+    """All layers are walked once; every other walk, one for each sum that is moved, is of a layer of each kind."""
+    walks = []
+
+    def counting(model, step, observer):
+        walks.append(0)
+
+        def observe(*call):
+            walks[-1] += 1
+            return observer(*call)
+
+        return walk(model, step, observe)
+
+    monkeypatch.setattr(predict_walk, "walk", counting)
+    walk_model(build(config("Qwen3.5-397B-A17B"), Layout()))
+    whole, *others = walks
+    assert others
+    assert max(others) < whole / 10
+
+
+def test_any_number_of_shapes_is_priced_in_one_pass_over_the_kernels(monkeypatch):
+    steps, count = priced("Qwen3.5-397B-A17B"), 0
+    price = StepModel._item
+
+    def counting(*args):
+        nonlocal count
+        count += 1
+        return price(*args)
+
+    monkeypatch.setattr(StepModel, "_item", counting)
+    passes = []
+    for shapes in (1, 2000):
+        context = np.arange(1000, 1000 + shapes)
+        steps.time(StepShape.of_decode(np.full(shapes, 64), context) + StepShape.of_prefill(np.ones(shapes), context))
+        passes, count = [*passes, count], 0
+    assert passes[0] == passes[1] > 0
 
 
 def test_a_walk_loads_no_compiler():
     """On the meta device many functions of torch go through Python, and its compiler and sympy: a second, the first time."""
     path = Path(__file__).parents[1] / "configs"
     program = f"""
-import json, sys, time
+import json, sys
 from pathlib import Path
 from firstlight.predict.layout import Layout, build
 from firstlight.predict.walk import walk_model
-start = time.process_time()
-walk_model(build(json.loads(Path("{path}/Qwen3.5-397B-A17B.json").read_text()), Layout()))
-print(time.process_time() - start)
-for name in ("DeepSeek-V3.2", "gpt-oss-120b", "Kimi-Linear-48B-A3B", "Qwen3-8B"):
+for name in ("Qwen3.5-397B-A17B", "DeepSeek-V3.2", "gpt-oss-120b", "Kimi-Linear-48B-A3B", "Qwen3-8B"):
     walk_model(build(json.loads(Path(f"{path}/{{name}}.json").read_text()), Layout()))
 assert not {{"torch._dynamo", "sympy"}} & set(sys.modules)
 """
-    seconds = float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
-    assert seconds < 1.0
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_split_over_ranks_divides_weights_and_adds_collectives():

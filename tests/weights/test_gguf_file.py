@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 
 import numpy as np
 import pytest
@@ -116,11 +115,9 @@ DAMAGED = {
 def test_damaged_files(tmp_path, case):
     content, message = DAMAGED[case]
     (tmp_path / "bad.gguf").write_bytes(content)
-    started = time.process_time()
     with pytest.raises(CheckpointError, match=message) as raised:
         GgufFile(tmp_path / "bad.gguf")
     assert "bad.gguf" in str(raised.value)
-    assert time.process_time() - started < 2
 
 
 @pytest.fixture(scope="module")
