@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,20 @@ def test_mixed_steps_drafts_and_layouts_are_priced():
     assert shown.returncode == 0, shown.stderr
     assert "attention prefill" in shown.stdout
     assert "2 drafts a step" in shown.stdout
+
+
+def test_products_that_only_the_reference_serves_are_named(tmp_path):
+    """Rows of 192 are in no whole blocks of 128: experts have no kernel for that, whatever the weights' scales."""
+    config = json.loads((CONFIGS / "Qwen3.5-35B-A3B-FP8.json").read_text())
+    said = {}
+    for size in (512, 192):
+        config["text_config"]["moe_intermediate_size"] = size
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        shown = explain(tmp_path / "config.json", "--bound", "--batch", 64)
+        assert shown.returncode == 0, shown.stderr
+        said[size] = " ".join(shown.stdout.split())
+    assert "No kernel of ours serves experts everywhere in this step" in said[192]
+    assert "No kernel" not in said[512]
 
 
 def test_mistakes_end_in_one_line(tmp_path):

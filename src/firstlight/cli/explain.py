@@ -124,6 +124,8 @@ def command(
             + ("; FP8 where asked for." if fp8_weights or fp8_head else "."),
             style="yellow",
         )
+    if unserved := report.unserved_line(priced.model.choices):
+        console.print(unserved, style="yellow")
     gained = 1.0
     if drafts:
         guess = Speculation(drafts, acceptance)

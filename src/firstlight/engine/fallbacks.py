@@ -9,10 +9,7 @@ import torch
 
 from firstlight.hardware import Hardware
 from firstlight.ops.binding import Choice
-from firstlight.ops.op import REFERENCE, across_layers, sites
-
-PRODUCTS = ("linear", "experts")
-"""Ops that take most of a step, whichever step."""
+from firstlight.ops.op import PRODUCTS, REFERENCE, across_layers, sites
 
 logger = logging.getLogger(__name__)
 

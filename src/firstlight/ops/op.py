@@ -28,6 +28,8 @@ from firstlight.hardware import Hardware
 from firstlight.quant import Emission, Format
 
 REFERENCE = "reference"
+PRODUCTS = ("linear", "experts")
+"""Ops that take most of a step, whichever step: where the reference computes them on a GPU, everything waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from firstlight.hardware import Hardware
+from firstlight.ops.op import PRODUCTS, REFERENCE
 from firstlight.predict.kernel_time import KernelTime
 from firstlight.predict.memory import Memory
 from firstlight.predict.step_time import StepModel, StepTime
@@ -55,6 +56,17 @@ def _bound(item: KernelTime) -> str:
     """What most of the time goes to: the floor's side, or the start where that is less than half."""
     bound = item.bound[0]
     return bound if bound == "link" or float(item.floor[0]) * 2 >= float(item.seconds[0]) else "start"
+
+
+def unserved_line(choices: Mapping[tuple[str, str], str] | None) -> str | None:
+    """Which products are left to the reference, which isn't priced as such; None if kernels serve all. choices: of a walked model."""
+    ops = sorted({op for (_, op), provider in (choices or {}).items() if op in PRODUCTS and provider == REFERENCE})
+    if not ops:
+        return None
+    return (
+        f"No kernel of ours serves {' or '.join(ops)} everywhere in this step. The reference would, and takes many times as long as is "
+        f"predicted here; firstlight ops says why."
+    )
 
 
 def step_table(step: StepTime) -> Table:
