@@ -7,6 +7,7 @@ import re
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -98,16 +99,25 @@ class VllmEngine:
 
 @dataclass(frozen=True)
 class Host:
-    """name: for people. model: the engine's argument that names the model. serves: a line of each rank where Firstlight's class
-    serves. declines: what is said where it doesn't. environment: of the engine's process, on both sides.
+    """name: for people. model, ranks: the engine's arguments for these. serves: a line of each rank where Firstlight's class serves.
+    declines: what is said where it doesn't. environment: of the engine's process, on both sides. flags: for any use; several_ranks:
+    with more than one; timing: to time it.
     """
 
     name: str
     engine: type[Engine]
     model: str
+    ranks: str
     serves: re.Pattern[str]
     declines: re.Pattern[str]
     environment: dict[str, str]
+    flags: dict[str, Any]
+    several_ranks: dict[str, Any]
+    timing: dict[str, Any]
+
+    def options(self, model: Path, ranks: int) -> dict[str, Any]:
+        """The engine's arguments for any use of a model on so many ranks."""
+        return {self.model: str(model), self.ranks: ranks, **self.flags, **(self.several_ranks if ranks > 1 else {})}
 
 
 HOSTS = {
@@ -115,17 +125,54 @@ HOSTS = {
         name="SGLang",
         engine=SglangEngine,
         model="model_path",
+        ranks="tp_size",
         serves=re.compile(r"Firstlight \S+ serves \S+: model_type"),
         declines=re.compile(r"SGLang's own class serves .*"),
         environment={},
+        flags={
+            "skip_tokenizer_init": True,
+            "skip_server_warmup": True,
+            "attention_backend": "triton",
+            "mm_attention_backend": "triton_attn",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "random_seed": 0,
+            "log_level": "info",
+        },
+        # Firstlight's layers use the ranks' process group alone. SGLang's own all-reduces would be set up for nothing, and they
+        # map memory for NVLink multicast, which not every machine allows.
+        several_ranks={"disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True},
+        timing={
+            "load_format": "dummy",
+            "disable_radix_cache": True,
+            "mem_fraction_static": 0.85,
+            "max_running_requests": 256,
+            "max_prefill_tokens": 16384,
+            "chunked_prefill_size": 16384,
+            "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64, 128],
+            # SGLang's own classes run prompts in graphs. These hold what is timed; the many others would only delay the start.
+            "cuda_graph_bs_prefill": [4096, 8192, 16384],
+        },
     ),
     "vllm": Host(
         name="vLLM",
         engine=VllmEngine,
         model="model",
+        ranks="tensor_parallel_size",
         serves=re.compile(r"Firstlight: model_type"),
         declines=re.compile(r"vLLM's own class serves .*"),
         # Firstlight's class serves in vLLM's first model runner alone, so both sides are timed in it.
         environment={"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1"},
+        flags={"skip_tokenizer_init": True, "seed": 0},
+        several_ranks={},
+        timing={
+            "load_format": "dummy",
+            "language_model_only": True,
+            "enable_prefix_caching": False,
+            "gpu_memory_utilization": 0.85,
+            "max_num_seqs": 256,
+            "max_num_batched_tokens": 16384,
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128],
+        },
     ),
 }

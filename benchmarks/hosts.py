@@ -33,40 +33,6 @@ from typing import Any
 from host_engines import HOSTS
 from host_side import PLAIN, PLUGIN, run_side
 
-FLAGS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "skip_server_warmup": True,
-    "attention_backend": "triton",
-    "mm_attention_backend": "triton_attn",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "random_seed": 0,
-    "log_level": "info",
-}
-"""Of SGLang, in both uses."""
-TIMING: dict[str, Any] = {
-    "load_format": "dummy",
-    "disable_radix_cache": True,
-    "mem_fraction_static": 0.85,
-    "max_running_requests": 256,
-    "max_prefill_tokens": 16384,
-    "chunked_prefill_size": 16384,
-    "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64, 128],
-    # SGLang's own classes run prompts in graphs. These hold what is timed; the many others would only delay the start.
-    "cuda_graph_bs_prefill": [4096, 8192, 16384],
-}
-VLLM_TIMING: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "seed": 0,
-    "load_format": "dummy",
-    "language_model_only": True,
-    "enable_prefix_caching": False,
-    "gpu_memory_utilization": 0.85,
-    "max_num_seqs": 256,
-    "max_num_batched_tokens": 16384,
-    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128],
-}
-"""Of vLLM, as `TIMING` is of SGLang."""
 TOKENS: dict[str, Any] = {
     "mem_fraction_static": 0.3,
     "max_total_tokens": 16384,
@@ -75,12 +41,7 @@ TOKENS: dict[str, Any] = {
     "mamba_track_interval": 64,
     "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 24],
 }
-SEVERAL_RANKS: dict[str, Any] = {
-    # Firstlight's layers use the ranks' process group alone. SGLang's own all-reduces would be set up for nothing, and they
-    # map memory for NVLink multicast, which not every machine allows.
-    "disable_custom_all_reduce": True,
-    "enforce_disable_flashinfer_allreduce_fusion": True,
-}
+"""Of SGLang, for `--tokens`."""
 TIES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}
 """Log probabilities closer than this may be ranked either way: ranks add partial sums in another order, in this dtype."""
 LENGTHS = (1, 2, 3, 7, 16, 17, 33, 63, 64, 65, 100, 127, 128, 129, 200, 300)
@@ -96,11 +57,7 @@ def compare_speed(arguments: argparse.Namespace, folder: Path) -> list[str]:
         shutil.copy(arguments.model, model / "config.json")
     config = json.loads((model / "config.json").read_text())
     host, ranks = HOSTS[arguments.host], arguments.tp
-    if arguments.host == "vllm":
-        flags = {**VLLM_TIMING, "tensor_parallel_size": ranks}
-    else:
-        flags = {**FLAGS, **TIMING, **flags_of_ranks(ranks)}
-    flags |= {host.model: str(model), **arguments.flag}
+    flags = host.options(model, ranks) | host.timing | arguments.flag
     job = {
         "do": "time",
         "host": arguments.host,
@@ -170,12 +127,12 @@ def compare_tokens(arguments: argparse.Namespace, folder: Path) -> list[str]:
     vocabulary = json.loads(arguments.model.read_text())["vocab_size"]
     prompts = [[draw.randrange(vocabulary) for _ in range(length)] for length in LENGTHS]
     for dtype in arguments.dtype:
-        flags = {**FLAGS, **TOKENS, "model_path": str(draw_checkpoint(arguments.model, dtype, folder / dtype))}
-        flags |= {"dtype": dtype, **arguments.flag}
+        checkpoint = draw_checkpoint(arguments.model, dtype, folder / dtype)
+        flags = {**TOKENS, "dtype": dtype, **arguments.flag}
         answered: dict[int, list[dict[str, Any]]] = {}
         for ranks in dict.fromkeys((1, arguments.tp)):
-            job = {"do": "answer", "host": "sglang", "flags": {**flags, **flags_of_ranks(ranks)}, "ranks": ranks}
-            job["prompts"] = prompts
+            given = HOSTS["sglang"].options(checkpoint, ranks) | flags
+            job = {"do": "answer", "host": "sglang", "flags": given, "ranks": ranks, "prompts": prompts}
             rounds = answered[ranks] = []
             heard: Callable[[dict[str, Any]], None] = lambda told, rounds=rounds: (  # noqa: E731
                 rounds.append(told) if told["kind"] == "answers" else None
@@ -237,11 +194,6 @@ def draw_checkpoint(config_file: Path, dtype: str, folder: Path) -> Path:
     drawn = {name: tensor.load_slice(None).contiguous() for name, tensor in tensors.items()}
     save_file(drawn, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def flags_of_ranks(ranks: int) -> dict[str, Any]:
-    """SGLang's flags for so many ranks."""
-    return {"tp_size": ranks, **SEVERAL_RANKS} if ranks > 1 else {}
 
 
 def flag(text: str) -> tuple[str, Any]:
