@@ -30,6 +30,25 @@ def test_choices_and_refusals_are_readable_in_a_pipe():
     assert "  0: decode, 1 row" in lines
 
 
+def test_ranks_are_bound_as_they_would_run():
+    shown = firstlight("ops", TINY / "qwen3_next.json", "--tensor-parallel", 2)
+    assert shown.returncode == 0, shown.stderr
+    assert any(line.split()[0] == "all_reduce" for line in shown.stdout.splitlines() if line.strip())
+    refused = firstlight("ops", TINY / "qwen3_next.json", "--tensor-parallel", 3)
+    assert refused.returncode == 1
+    [line] = refused.stderr.splitlines()
+    assert "2 units of 1 can't be split evenly over 3 tp ranks; legal sizes: [1, 2]" in line
+
+
+def test_ranks_that_cannot_split_a_model_end_in_readable_lines():
+    shown = firstlight(
+        "profile", TINY / "qwen3_next.json", "--weights", "random", "--device", "cpu", "--tensor-parallel", 3
+    )
+    assert shown.returncode == 1
+    assert "Traceback" not in shown.stderr
+    assert "can't be split evenly over 3 tp ranks" in shown.stderr.splitlines()[-1]
+
+
 def test_a_model_that_cannot_run_yet_is_refused_by_its_type():
     shown = firstlight("ops", TINY.parent / "configs" / "gpt-oss-120b.json", "--gpu", "h200")
     assert shown.returncode == 1

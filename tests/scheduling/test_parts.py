@@ -93,6 +93,16 @@ def test_arena_with_little_memory_runs_fewer_and_with_too_little_says_so():
         split_arena(1000, page_size=16, page_bytes=600, max_running=1)
 
 
+def test_pages_that_take_no_memory_are_enough_for_every_slot():
+    """A hybrid model cut to its first layers keeps states alone."""
+    geometry = split_arena(
+        1 << 20, page_size=16, page_bytes=0, slot_bytes=1 << 14, max_running=8, max_context=100, checkpoint_bytes=0
+    )
+    assert (geometry.slots, geometry.pages) == (8, 8 * 7)
+    with pytest.raises(ValueError, match="a state slot takes 16,384"):
+        split_arena(1 << 14, page_size=16, page_bytes=0, slot_bytes=1 << 14, max_running=8, max_context=100)
+
+
 @pytest.mark.parametrize("pair", [0.0, 1e-4, 0.3])
 @pytest.mark.parametrize("start", [0, 1000, 500_000])
 def test_work_that_fits_is_all_that_does(pair, start):

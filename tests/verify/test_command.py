@@ -36,6 +36,15 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_a_config_that_the_reference_refuses_is_no_fault_of_ours(tmp_path: Path) -> None:
+    config = json.loads((TINY_CONFIGS / "deepseek_v3.json").read_text()) | {"n_shared_experts": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, output = run(str(tmp_path), "--weights", "random")
+    assert status == 2
+    assert "the reference, can't make a model of this config.json" in output
+    assert "n_shared_experts" in output
+
+
 def test_a_clean_model_ends_with_0(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     status, output = run(LLAMA, "--weights", "random", "--device", "cpu", "--layers", "2", "--json", str(report_path))

@@ -55,6 +55,7 @@ def command(
     from firstlight.engine.table import timings_of
     from firstlight.errors import FirstlightError
     from firstlight.models.buckets import resolve_options
+    from firstlight.models.config import ConfigError
     from firstlight.models.registry import PREDICTED_ONLY
     from firstlight.predict import report
     from firstlight.predict.fit import engine_memory, what_would_fit
@@ -84,7 +85,7 @@ def command(
     config = checkpoint.config
     try:
         built = build(config, layout)
-    except FirstlightError:
+    except ConfigError:
         raise
     except ValueError as error:  # these ranks can't split the model
         flags = " ".join(f"--{name} {size}" for name, size in (("tp", tp), ("ep", ep)) if size > 1)

@@ -245,6 +245,7 @@ def cache_geometry(options: EngineOptions, loaded: BoundModel, memory: int | Non
             page_bytes=page_bytes(specs, options.page_size),
             slot_bytes=slot_bytes(specs),
             max_running=options.max_running,
+            max_context=loaded.max_context,
             checkpoint_bytes=checkpoint_bytes(options),
             token_flops=2.0 * weights,
             pair_flops=4.0 * attention * config.num_attention_heads * config.head_dim,

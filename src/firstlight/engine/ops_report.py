@@ -15,6 +15,7 @@ from firstlight.engine.loading import bind_only
 from firstlight.hardware import Hardware
 from firstlight.ops.binding import Choice, microseconds
 from firstlight.ops.op import across_layers, sites
+from firstlight.parallel import Mesh
 from firstlight.quant import dtype_name
 from firstlight.step import Bucket
 
@@ -37,8 +38,8 @@ class _Row:
 
 def ops_report(options: EngineOptions, hardware: Hardware | None, every_site: bool) -> Iterator[RenderableType]:
     """The choices, a row each, with refusals below. Sites of different layers that were bound alike share a row, unless
-    `every_site`."""
-    loaded = bind_only(options, hardware=hardware)
+    `every_site`. Those of the first rank, where ranks split the layers."""
+    loaded = bind_only(options, Mesh.of(tp=options.tensor_parallel), hardware=hardware)
     kinds = [dtype_name(loaded.dtype)]
     if options.kv_dtype != "auto":
         kinds.append(f"KV pages in {options.kv_dtype}")

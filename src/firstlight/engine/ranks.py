@@ -361,8 +361,9 @@ def main() -> None:
     try:
         follow(channel, int(rank), store, options)
     except Exception as error:
-        logger.exception("stops")
-        kind = "" if isinstance(error, FirstlightError) else f"{type(error).__name__}: "
+        ours = isinstance(error, FirstlightError)
+        logger.error("stops: %s", error, exc_info=not ours)
+        kind = "" if ours else f"{type(error).__name__}: "
         with contextlib.suppress(OSError):  # rank 0 has ended, and the directory with it
             reason = f"{kind}{str(error).strip()[-LONGEST_REASON:]}"
             # Whatever the locale can write, and file names that are no text: an error here would keep the process from ending.

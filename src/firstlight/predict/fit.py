@@ -30,7 +30,14 @@ def engine_memory(
     # `model` is walked as it is, so every bucket finds it at the first place.
     steps = [replace(bucket, index=0) for bucket in bucket_ladder(options, context, hardware)]
     planned = planned_bytes(model, steps, page_size=options.page_size) + workspace
-    return memory_of(model, hardware, planned=planned, page_size=options.page_size, max_running=options.max_running)
+    return memory_of(
+        model,
+        hardware,
+        planned=planned,
+        page_size=options.page_size,
+        max_running=options.max_running,
+        max_context=context,
+    )
 
 
 def what_would_fit(

@@ -49,12 +49,13 @@ def memory_of(
     planned: int = 0,
     page_size: int = 64,
     max_running: int = 256,
+    max_context: int = 0,
     checkpoint_bytes: int | None = None,
 ) -> Memory:
     """The pools of a rank, split by the very function that an engine splits them with.
 
     cache_bytes: as given to the engine; 0: what the GPU has left. planned: what the engine keeps for steps (see
-    `models.activations.planned_bytes`), with the scratch memory of the bound providers. checkpoint_bytes: see `split_arena`.
+    `models.activations.planned_bytes`), with the scratch memory of the bound providers. max_context, checkpoint_bytes: see `split_arena`.
     """
     weights = weight_bytes(model)
     total = cache_bytes or hardware.memory - CONTEXT_BYTES - weights - planned
@@ -66,6 +67,7 @@ def memory_of(
             page_bytes=page_bytes(specs, page_size),
             slot_bytes=slot_bytes(specs),
             max_running=max_running,
+            max_context=max_context,
             checkpoint_bytes=checkpoint_bytes,
         )
     except ValueError:

@@ -54,13 +54,15 @@ def split_arena(
     page_bytes: int,
     slot_bytes: int = 0,
     max_running: int,
+    max_context: int = 0,
     checkpoint_bytes: int | None = None,
     token_flops: float = 1.0,
     pair_flops: float = 0.0,
 ) -> CacheGeometry:
     """The geometry that fits `total_bytes`, row 0 of each pool included.
 
-    slot_bytes: 0 for a model without state, which gets pages only.
+    page_bytes: 0 for a model without attention over pages; it has to have state. slot_bytes: 0 for one without state.
+    max_context: tokens of a request at most; counts where pages take no memory.
     max_running: live slots wanted. They take at most half of what checkpoints leave, so that pages are never squeezed
         out; with fewer live slots than `max_running`, fewer requests run at a time.
     checkpoint_bytes: at most this for checkpoints; None: half of the total.
@@ -81,7 +83,8 @@ def split_arena(
             )
         slots = live + checkpoints
         left -= (live + 1) * slot_bytes
-    pages = left // page_bytes - 1
+    # Without attention over pages these are mere numbers: enough for every slot's longest context.
+    pages = left // page_bytes - 1 if page_bytes else slots * -(-max_context // page_size)
     if pages < 1:
         raise ValueError(
             f"{total_bytes:,} bytes of cache leave {max(left, 0):,} for pages of {page_bytes:,}; at least 2 pages are needed"

@@ -294,7 +294,7 @@ class PrefixTree:
     def _use_node(self, node: Node) -> None:
         start = node.depth * self._geometry.page_size
         flops = self._geometry.prefill_flops(start, start + node.tokens)
-        self._node_queue.use(node, flops / self._geometry.page_bytes)
+        self._node_queue.use(node, flops / max(self._geometry.page_bytes, 1))
 
     def _use_checkpoint(self, checkpoint: Checkpoint) -> None:
         if checkpoint.slot:

@@ -26,15 +26,20 @@ def build_reference(config: Mapping[str, Any], tensors: Mapping[str, StoredTenso
     """transformers' model in float32 with eager attention, in evaluation mode.
 
     config: a config.json. tensors: by the names that `published_names` gives.
-    Raises CheckpointError for a parameter that no tensor fills, FirstlightError if transformers doesn't know the model.
+    Raises CheckpointError for a parameter that no tensor fills, FirstlightError if transformers doesn't know the model or refuses its config.
     """
     import transformers
     from transformers.initialization import no_init_weights
 
+    kind = _model_class(transformers, config)
     with silenced(), no_init_weights(), torch.device(device):
-        model = _model_class(transformers, config)._from_config(
-            _parsed(transformers, config), attn_implementation="eager", dtype=torch.float32
-        )
+        try:
+            model = kind._from_config(_parsed(transformers, config), attn_implementation="eager", dtype=torch.float32)
+        except Exception as error:  # whatever its checks of a config raise; nothing of ours runs here
+            reason = " ".join(str(error).split())
+            raise FirstlightError(
+                f"transformers {transformers.__version__}, the reference, can't make a model of this config.json: {reason}"
+            ) from error
     model.tie_weights()
     fill(model, config, tensors)
     return model.float().eval()
