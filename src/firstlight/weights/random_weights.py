@@ -6,7 +6,7 @@ So they go through the same loader, and rank r of n gets exactly its part of wha
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,7 +39,9 @@ class RandomTensor(StoredTensor):
 
     def load_slice(self, ranges: Sequence[Range] | None) -> torch.Tensor:
         """The part of the values within `ranges`; the whole tensor is drawn first, so that parts agree."""
-        generator = torch.Generator(self.device).manual_seed((self.seed << 32) ^ zlib.crc32(self.name.encode()))
+        # Hashed, so that the lower 32 bits, all that a CPU's generator reads, depend on both.
+        key = hashlib.blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(key))
         values = self._draw(generator)
         return values[tuple(slice(start, stop) for start, stop in self.full_ranges(ranges))]
 
