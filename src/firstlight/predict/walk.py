@@ -174,10 +174,12 @@ def _bind(
 ) -> tuple[dict[tuple[str, str], str], int]:
     """Who computes each op of each call site in a bucket, and the scratch memory of the largest call."""
     bucket = replace(bucket, index=0)
-    for _, site in sites(model):
+    found = sites(model)
+    chosen_by_name = parse_overrides(overrides, [site for _, site in found])
+    for _, site in found:
         site.unbind()
     records = record(model, [bucket], hardware, page_size)
-    binding = bind(records, 1, hardware, parse_overrides(overrides), timings=timings)
+    binding = bind(records, 1, hardware, chosen_by_name, timings=timings)
     chosen: dict[tuple[str, str], str] = {}
     for path, site in sites(model):
         for choice in site.choices:
