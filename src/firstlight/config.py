@@ -73,9 +73,7 @@ class EngineOptions(Options):
         description="KV pages; `auto`: the activations'. `float8_e4m3fn` halves them and changes answers a little: "
         "scale 1, values beyond +-448 are clamped.",
     )
-    seed: int = Field(
-        0, ge=0, le=LARGEST_SEED, description="Seed of random weights, and of requests that bring none."
-    )
+    seed: int = Field(0, ge=0, le=LARGEST_SEED, description="Seed of random weights, and of requests that bring none.")
     op: tuple[str, ...] = Field(
         (), description="Force a provider: `OP=PROVIDER` or `OP.SITE=PROVIDER`; may be repeated."
     )
