@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from firstlight.nn.module import Module, Segment, WeightSpec
+from firstlight.nn.module import Module, WeightSpec
 from firstlight.quant import SCALE_SUFFIX
 from firstlight.quant.blocks import scale_shape
 from firstlight.weights.stored import Range, StoredTensor
@@ -101,7 +101,7 @@ def _stored(spec: WeightSpec, seed: int, device: torch.device | str) -> list[Sto
     form = spec.forms[-1] if spec.experts is not None else spec.forms[0]
     sizes: dict[str, int] = {}
     for segment in form:
-        sizes[segment.source] = max(sizes.get(segment.source, 0), _end(segment))
+        sizes[segment.source] = max(sizes.get(segment.source, 0), segment.end)
     stored: list[StoredTensor] = []
     for source, size in sizes.items():
         shape = tuple(size if i == spec.axis else n for i, n in enumerate(spec.shape))
@@ -112,7 +112,3 @@ def _stored(spec: WeightSpec, seed: int, device: torch.device | str) -> list[Sto
             scale_dtype = getattr(torch, spec.format.scale_dtype)
             stored.append(RandomScale(source + SCALE_SUFFIX, scale, scale_dtype, spec.init, shape[-1], device))
     return stored
-
-
-def _end(segment: Segment) -> int:
-    return max(stop for _, stop in segment.ranges) if segment.ranges else segment.size
