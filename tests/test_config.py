@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from firstlight.config import EngineOptions
+from firstlight.config import LARGEST_SEED, EngineOptions
 
 
 def test_what_is_given_wins_over_the_environment_and_the_defaults():
@@ -21,7 +21,13 @@ def test_what_is_given_wins_over_the_environment_and_the_defaults():
 
 @pytest.mark.parametrize(
     ("given", "field"),
-    [({"max_running": "many"}, "max_running"), ({"page_size": 0}, "page_size"), ({"pages": 3}, "pages")],
+    [
+        ({"max_running": "many"}, "max_running"),
+        ({"page_size": 0}, "page_size"),
+        ({"pages": 3}, "pages"),
+        ({"seed": LARGEST_SEED + 1}, "seed"),
+        ({"seed": -1}, "seed"),
+    ],
 )
 def test_a_wrong_value_or_name_is_an_error_that_names_it(given, field):
     with pytest.raises(ValidationError, match=field):

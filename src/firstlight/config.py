@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 ENVIRONMENT_PREFIX = "FIRSTLIGHT_"
+LARGEST_SEED = (1 << 63) - 1
+"""Seeds are signed 64-bit integers, as in the API."""
 
 
 class Options(BaseModel):
@@ -71,7 +73,7 @@ class EngineOptions(Options):
         description="KV pages; `auto`: the activations'. `float8_e4m3fn` halves them and changes answers a little: "
         "scale 1, values beyond +-448 are clamped.",
     )
-    seed: int = Field(0, description="Seed of random weights, and of requests that bring none.")
+    seed: int = Field(0, ge=0, le=LARGEST_SEED, description="Seed of random weights, and of requests that bring none.")
     op: tuple[str, ...] = Field(
         (), description="Force a provider: `OP=PROVIDER` or `OP.SITE=PROVIDER`; may be repeated."
     )
@@ -149,7 +151,7 @@ class VerifyOptions(Options):
         "auto",
         description="Activations; `auto`: float32 on a CPU, the checkpoint's own on a GPU. The reference is in float32.",
     )
-    seed: int = Field(0, description="Seed of the token ids, and of random weights.")
+    seed: int = Field(0, ge=0, le=LARGEST_SEED, description="Seed of the token ids, and of random weights.")
     layers: int = Field(0, ge=0, description="Only this many layers, from the first; 0: as many as memory holds.")
     op: tuple[str, ...] = Field((), description=_described("op"))
 

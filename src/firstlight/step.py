@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -125,7 +124,7 @@ class StepBatch:
     int32, context with this step. log_length: [R] int32, entries of the replay log that are valid. adapter: [R] int32.
     logit_row: [N] int64, tokens whose logits are wanted. live: [1] int32, real tokens; the rest is padding.
     tables: one per cache group. decode_requests, decode_tokens: how many rows and tokens come first as decode or verify.
-    max_query, max_context: of any row. shape: sums for costs. prepared: what providers computed once for this step.
+    max_query, max_context: of any row. shape: sums for costs.
     """
 
     bucket: Bucket
@@ -145,7 +144,6 @@ class StepBatch:
     embed_row: torch.Tensor | None = None
     embeds: torch.Tensor | None = None
     shape: Shape = field(default_factory=lambda: Shape(1, 1, 1, 1))
-    prepared: dict[tuple[str, str], Any] = field(default_factory=dict)
     _parts: tuple[StepPart, ...] | None = None
 
     @property

@@ -96,6 +96,16 @@ def test_overrides_that_name_nothing_are_refused(text, message):
         parse_overrides([text])
 
 
+def test_an_override_of_a_site_that_the_model_does_not_have_is_refused():
+    model = build_model(tiny_config("qwen3_next"), dtype=torch.float32)
+    with pytest.raises(BindingError, match="op attention has no site 'decod' in this model; it has decode, prefill"):
+        bind_model(model, BUCKETS, CPU_GENERIC, overrides=["attention.decod=reference"])
+    with pytest.raises(BindingError, match="op silu_mul has no site 'decode' in this model; it has none with a name"):
+        bind_model(model, BUCKETS, CPU_GENERIC, overrides=["silu_mul.decode=reference"])
+    inner = "gated_delta_rule.decode=reference"  # a part of gated_delta, whose site has the label
+    bind_model(model, BUCKETS, CPU_GENERIC, overrides=[inner, "latent_attention.anywhere=reference"])
+
+
 def test_a_weight_has_one_layout_for_all_buckets(op):
     """The layout is chosen by all uses together: a provider for one bucket may lose to one that serves both."""
     name = "test_layout"

@@ -228,3 +228,10 @@ def test_a_prompt_of_one_token_is_run_as_a_prompt(bounds):
 
     assert bucket(1).query == 1
     assert bucket(0).query > 1
+
+
+def test_caches_are_not_searched_for_in_every_step(monkeypatch):
+    """Adapters ask in each step, and a walk over all modules takes longer than making the step does."""
+    model = HostedModel(tiny_config("qwen3_next"), dtype=torch.float32, device="cpu", bounds=BOUNDS)
+    monkeypatch.setattr(torch.nn.Module, "named_modules", lambda *_, **__: pytest.fail("looked at every module"))
+    assert len(model.caches()) == model.model.config.num_hidden_layers

@@ -266,7 +266,7 @@ class Driver:
         self.skip = skip
         self.stop_on_device = stop_on_device
         self.drafts = drafts
-        self.scheduler = Scheduler(engine, geometry, max_context, drafts, clock=lambda: 0.0)
+        self.scheduler = Scheduler(engine, geometry, max_context, drafts)
         self.executor = FakeExecutor(geometry, drafts, self._accept)
         self.engine = engine
         self.flights: deque[tuple[StepPlan, StepResult]] = deque()

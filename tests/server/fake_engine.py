@@ -5,10 +5,12 @@ Greedy, it answers with the prompt's own tokens and then END, over and over if E
 misbehave.
 
 FAKE_ENGINE_STEP_SECONDS: how long a step takes. FAKE_ENGINE_START: `fail` or `crash` instead of starting.
+FAKE_ENGINE_EXIT_SECONDS: how long the process takes to end once it has closed its socket, as one that frees a GPU does.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import time
@@ -46,6 +48,7 @@ class FakeEngine:
             raise ValueError("config.json: `layers` is -1; it must be at least 1")
         if start == "crash":
             os._exit(7)
+        atexit.register(time.sleep, float(os.environ.get("FAKE_ENGINE_EXIT_SECONDS", "0")))
         self.max_context = options.max_context or 512
         self.vocab_size = VOCAB_SIZE
         self.facts = {"device": "none"}

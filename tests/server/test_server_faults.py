@@ -141,6 +141,19 @@ def test_engine_death(checkpoint: Path, poison: int, said: str) -> None:
         assert eventually(lambda: said in server.log)
 
 
+def test_an_engine_that_has_hung_up_and_still_runs_is_ended(checkpoint: Path, tmp_path: Path) -> None:
+    """Its message of why it stops is the last; the way down afterwards may be long, and nobody listens any more."""
+    environment = {"FAKE_ENGINE_EXIT_SECONDS": "4", "TMPDIR": str(tmp_path)}
+    with running({"model": str(checkpoint)}, environment=environment) as server:
+        [pid] = engine_pids(server)
+        with pytest.raises(openai.InternalServerError, match="illegal memory access"):
+            server.client().completions.create(model="echo", prompt=[RAISES])
+        assert server.process.wait(20) == 1
+        assert not alive(pid)
+        assert list(tmp_path.iterdir()) == []
+        assert "zmq" not in server.log
+
+
 @pytest.mark.parametrize(("how", "said"), [("fail", "`layers` is -1"), ("crash", "ended with status 7")])
 def test_engine_that_does_not_start(checkpoint: Path, how: str, said: str) -> None:
     server = start({"model": str(checkpoint)}, environment={"FAKE_ENGINE_START": how})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from weights.samples import write_gguf, write_llama
 
 from firstlight.errors import CheckpointError, FirstlightError, TokenizerError
 from firstlight.weights.checkpoint import open_checkpoint
+from firstlight.weights.location import model_name
 
 CONFIG = {"model_type": "llama", "hidden_size": 8, "auto_map": {"AutoConfig": "evil.EvilConfig"}}
 
@@ -147,3 +149,8 @@ def test_malformed_configurations(tmp_path, content, message):
 def test_all_errors_are_firstlight_errors():
     assert issubclass(CheckpointError, FirstlightError)
     assert issubclass(TokenizerError, FirstlightError)
+
+
+@pytest.mark.parametrize("path", ["Some-Model", "Some-Model/config.json", "Some-Model.gguf", "configs/Some-Model.json"])
+def test_a_model_is_called_as_its_directory_or_file(path: str, tmp_path: Path) -> None:
+    assert model_name(tmp_path / path) == "Some-Model"

@@ -24,11 +24,10 @@ from firstlight.engine.executor import Executor
 from firstlight.errors import FirstlightError
 from firstlight.hardware import Hardware
 from firstlight.ops.binding import Choice
-from firstlight.ops.meta import without_data
+from firstlight.ops.meta import specs, without_data
 from firstlight.ops.observe import Bound, observed
 from firstlight.ops.op import Shape, across_layers, sites
 from firstlight.predict.shape import distinct_experts
-from firstlight.quant import Packed
 from firstlight.step import Bucket
 
 
@@ -113,7 +112,7 @@ def _profile(executor: Executor, step: HostStep, context: int) -> Profile:
     first: dict[tuple[Any, ...], tuple[Bound, tuple[Any, ...], Mapping[str, Any]]] = {}
 
     def observe(bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        key = (bound.op.name, across_layers(bound.path), _shapes((args, dict(kwargs))))
+        key = (bound.op.name, across_layers(bound.path), specs((args, kwargs)))
         first.setdefault(key, (bound, args, kwargs))
         calls.setdefault(key, []).append(partial(bound.run, *args, **kwargs))
         return bound.run(*args, **kwargs)
@@ -172,16 +171,3 @@ def _floor(bound: Bound, shape: Shape, args: tuple[Any, ...], kwargs: Mapping[st
     widest = hardware.peak.get("bfloat16", 0.0)
     operations = sum(count / peak for dtype, count in cost.flops.items() if (peak := hardware.peak.get(dtype, widest)))
     return max((cost.read + cost.written) / hardware.bandwidth, operations)
-
-
-def _shapes(value: Any) -> Any:
-    """What of arguments tells one kind of call from another."""
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, Packed):
-        return tuple(value.shape), str(value.format)
-    if isinstance(value, tuple | list):
-        return tuple(_shapes(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((name, _shapes(item)) for name, item in sorted(value.items()))
-    return value if isinstance(value, int | float | str | bool | None) else type(value).__name__

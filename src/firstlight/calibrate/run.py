@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +20,8 @@ from firstlight.engine.loading import bind_only, refuse_missing_weights
 from firstlight.errors import FirstlightError
 from firstlight.hardware.calibration import table_name
 from firstlight.models.buckets import resolve_options
+from firstlight.quant import dtype_name
+from firstlight.weights.location import model_name
 
 Progress = Callable[[str], None]
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
@@ -84,17 +85,15 @@ def calibrate(
         progress(f"{where}: measuring")
         sweep.measure(step)
     bandwidth = copy_bandwidth(bound.device, COPY_BYTES.get(bound.device.type, 1 << 30))
-    name = Path(options.model).expanduser().resolve()
-    title = name.parent.name if name.name == "config.json" else name.stem if name.suffix == ".json" else name.name
     where = (
         "inside a CUDA graph, weights and caches rotated past the L2 cache"
         if bound.hardware.l2
         else "by repeated calls"
     )
-    dtype = str(bound.dtype).removeprefix("torch.")
+    dtype = dtype_name(bound.dtype)
     header: dict[str, Any] = {
         "gpu": table_name(bound.hardware),
-        "source": f"firstlight calibrate {title}, {where}",
+        "source": f"firstlight calibrate {model_name(options.model)}, {where}",
         "versions": versions(bound.device),
         "dtype": dtype,
         "page_size": options.page_size,

@@ -20,6 +20,7 @@ from torch import Tensor
 from firstlight.calibrate.check import disagreement, flatten
 from firstlight.calibrate.timing import CaptureError, once, seconds_of
 from firstlight.calibrate.workload import Workload, identity
+from firstlight.engine.graphs import DRAWS
 from firstlight.hardware import Hardware
 from firstlight.ops.binding import PARTS
 from firstlight.ops.meta import without_data
@@ -42,9 +43,6 @@ SLOW_REFERENCE = 0.02
 """Seconds; a reference that nobody replaces is timed up to here."""
 SCRATCH_SLACK = 1 << 20
 """What a provider may take beyond its declared scratch memory before it is reported."""
-
-DRAWS = ((True, False), (False, False), (False, True))
-"""(greedy, filtered): what a step's rows may ask of the sampler."""
 
 Key = tuple[Any, ...]
 

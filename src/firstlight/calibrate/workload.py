@@ -22,6 +22,7 @@ from firstlight.errors import FirstlightError
 from firstlight.models import CausalModel
 from firstlight.models.walk import bind_caches, meta_step, walk
 from firstlight.nn.module import Module, caches
+from firstlight.ops.meta import specs
 from firstlight.ops.observe import Bound
 from firstlight.ops.op import sites
 from firstlight.quant import Packed
@@ -107,26 +108,16 @@ def layer_kinds(model: CausalModel, page_size: int) -> list[int]:
     def observe(bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         found = LAYER.match(bound.path)
         if found and not bound.path.startswith("input_layernorm", found.end()):
-            call = (bound.path[found.end() :], bound.op.name, _specs(args), _specs(kwargs))
+            call = (bound.path[found.end() :], bound.op.name, specs(args), specs(kwargs))
             made.setdefault(int(found[1]), []).append(call)
         return bound.op.abstract(*args, **kwargs)
 
     bucket = Bucket(0, 6, 3, 4, 64, 3)
     walk(model, meta_step(model, bucket, decode_requests=2, page_size=page_size), observe)
-    kinds: dict[str, int] = {}
+    kinds: dict[tuple[Any, ...], int] = {}
     for layer, calls in sorted(made.items()):
-        kinds.setdefault(repr(calls), layer)
+        kinds.setdefault(tuple(calls), layer)
     return sorted(kinds.values())
-
-
-def _specs(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return tuple(value.shape), str(value.dtype)
-    if isinstance(value, Packed):
-        return value.shape, str(value.format)
-    if isinstance(value, Mapping):
-        return {name: _specs(item) for name, item in value.items()}
-    return [_specs(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -15,11 +14,13 @@ from firstlight.engine.executor import Executor, Pending
 from firstlight.engine.loading import allocate_caches, cache_bytes, cache_geometry, load_model
 from firstlight.engine.messages import Delta, EngineStats
 from firstlight.engine.ranks import Followers, LeadingExecutor, rank_device
+from firstlight.quant import dtype_name
 from firstlight.scheduling.accounts import IntegrityError
 from firstlight.scheduling.errors import RequestRefusedError
 from firstlight.scheduling.plan import StepPlan
 from firstlight.scheduling.request import Request
 from firstlight.scheduling.scheduler import Scheduler
+from firstlight.weights.location import model_name
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +73,10 @@ class Engine:
         """What was loaded, and how the cache is split, for people."""
         loaded, geometry = self.loaded, self.geometry
         facts = {
-            "model": Path(self.options.model).name,
+            "model": model_name(self.options.model),
             "family": loaded.model.config.model_type,
             "device": f"{loaded.device} ({loaded.hardware.name})",
-            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "dtype": dtype_name(loaded.dtype),
             "cache": f"{geometry.pages:,} pages of {geometry.page_size} tokens ({geometry.page_bytes:,} bytes each)",
         }
         if geometry.has_state:

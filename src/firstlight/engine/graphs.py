@@ -109,11 +109,12 @@ class Room:
 
 @dataclass(slots=True)
 class StepGraph:
-    """memory: what is sent, at a fixed address. forward: inputs to logits. draws: logits to tokens and back into the table,
+    """layout, memory: of what is sent, at a fixed address. forward: inputs to logits. draws: logits to tokens and back into the table,
     by (greedy, filtered). tokens: [rows] int64, where each leaves them. logits: kept for tests only: their memory
     is other graphs' too."""
 
     room: Room
+    layout: Layout
     memory: torch.Tensor
     forward: torch.cuda.CUDAGraph
     draws: dict[tuple[bool, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]]
@@ -160,7 +161,7 @@ class StepGraphs:
 
     def send(self, graph: StepGraph, step: HostStep) -> np.ndarray:
         """Put a step where its graph reads it; returns which of the drawn tokens it asks for."""
-        staging, fields = graph.room.layout().stage()
+        staging, fields = graph.layout.stage()
         own = graph.room.pad(step, fields)
         graph.memory.copy_(staging, non_blocking=True)
         return own
@@ -220,7 +221,7 @@ class StepGraphs:
             with _capturing(drawing, pool):
                 tokens = draw()
             draws[greedy, filtered] = drawing, tokens
-        return StepGraph(room, memory, graph, draws, logits if self.keep_logits else None)
+        return StepGraph(room, room.layout(), memory, graph, draws, logits if self.keep_logits else None)
 
     def _memory(self, room: Room) -> torch.Tensor:
         """The buffer of a room, holding a step of nobody's rows that is as large as can be."""

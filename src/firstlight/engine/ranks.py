@@ -339,7 +339,6 @@ def follow(channel: zmq.Socket[bytes], rank: int, store: str, options: EngineOpt
         geometry = msgspec.msgpack.decode(data, type=CacheGeometry)
         executor = Executor(loaded, allocate_caches(loaded, geometry), options.max_running, graphs=options.graphs)
         report(Report(captured=executor.captured))
-    if data != STOP:
         while (data := channel.recv()) != STOP:
             executor.execute(decode_plan(data))
         executor.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ class Layout:
         self.nbytes = 0
         for name, (kind, shape) in fields.items():
             dtype = np.dtype(kind)
-            size = int(np.prod(shape)) * dtype.itemsize
+            size = math.prod(shape) * dtype.itemsize
             self._places[name] = (self.nbytes, size, dtype, shape)
             self.nbytes += -(-size // ALIGNMENT) * ALIGNMENT
 

@@ -133,11 +133,13 @@ def bind_model(
 
     Raises BindingError for an override that can't be met.
     """
+    own = [site for _, site in sites(model)]
+    chosen = parse_overrides(overrides, [*own, *(record.site for record in more)])
     # A site is indexed by bucket, so before the walk each has an entry for every bucket.
-    for _, site in sites(model):
+    for site in own:
         site.unbind(len(buckets))
     records = [*record(model, buckets, hardware, page_size), *more]
-    binding = bind(records, len(buckets), hardware, parse_overrides(overrides), invariant, timings)
+    binding = bind(records, len(buckets), hardware, chosen, invariant, timings)
     layouts = {
         (path, attribute): binding.layouts[id(getattr(module, attribute))]
         for path, module in model.named_modules()

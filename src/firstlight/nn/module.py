@@ -53,6 +53,11 @@ class Segment:
     replicate: bool = False
     ranges: tuple[tuple[int, int], ...] | None = None
 
+    @property
+    def end(self) -> int:
+        """Where its last part ends in the source."""
+        return max(stop for _, stop in self.ranges) if self.ranges else self.size
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -98,12 +98,16 @@ class Binding:
     workspace: int
 
 
-def parse_overrides(texts: Sequence[str]) -> dict[str, str]:
-    """`OP=PROVIDER` or `OP.LABEL=PROVIDER` -> mapping. Raises BindingError for ops or providers that don't exist."""
+def parse_overrides(texts: Sequence[str], among: Sequence[CallSite] = ()) -> dict[str, str]:
+    """`OP=PROVIDER` or `OP.LABEL=PROVIDER` -> mapping. Raises BindingError for ops or providers that don't exist.
+
+    among: the sites of a model; where they call an op, itself or inside a composite, but none has the label, that is an
+    error too. An op that none of them calls is none: an environment's overrides are for more than one model.
+    """
     overrides = {}
     for text in texts:
         key, equals, provider = text.partition("=")
-        name = key.partition(".")[0]
+        name, dot, label = key.partition(".")
         if not equals or name not in REGISTRY:
             raise BindingError(
                 f"--op {text}: expected OP=PROVIDER or OP.SITE=PROVIDER; ops: {', '.join(sorted(REGISTRY))}"
@@ -112,8 +116,17 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, str]:
         legal = [REFERENCE, *([PARTS] if op.parts else []), *op.providers]
         if provider not in legal:
             raise BindingError(f"--op {text}: op {name} has no provider {provider!r}; it has {', '.join(legal)}")
+        labels = {site.label for site in among if _calls(site.op, op)}
+        if dot and labels and label not in labels:
+            named = ", ".join(sorted(labels - {""})) or "none with a name"
+            raise BindingError(f"--op {text}: op {name} has no site {label!r} in this model; it has {named}")
         overrides[key] = provider
     return overrides
+
+
+def _calls(outer: Op, op: Op) -> bool:
+    """Whether an op is another, or made of it."""
+    return outer is op or any(_calls(part, op) for part in outer.parts.values())
 
 
 def bind(

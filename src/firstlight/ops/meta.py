@@ -6,7 +6,7 @@ plain. A walk that must be quick (prediction, binding) calls these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,19 @@ def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 def subtract(x: Tensor, number: int) -> Tensor:
     """x - number, in x.dtype."""
     return x.new_empty(x.shape) if x.is_meta else x - number
+
+
+def specs(value: Any) -> Any:
+    """What of arguments tells one kind of call from another: shapes, dtypes and plain values, not which tensor it is. Hashable."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, Packed):
+        return value.shape, str(value.format)
+    if isinstance(value, tuple | list):
+        return tuple(specs(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((name, specs(item)) for name, item in sorted(value.items()))
+    return value
 
 
 def without_data(value: Any) -> Any:

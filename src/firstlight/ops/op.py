@@ -107,11 +107,10 @@ class Provider:
     """One way to compute an op.
 
     run: the function, with the op's signature. when: None if it can serve a call, otherwise why not, for people.
-    layout: the weight layout that it reads, by argument name (see `quant.layouts`); None in the mapping's place means plain.
+    layout: the weight layout that it reads, by argument name (see `quant.layouts`); weights that aren't named are plain.
     lossy: what it gives up, or "" (lossy providers are off until an override asks for them).
     rank: preference among the willing where no calibration table decides; higher wins, the reference has 0.
     workspace: bytes of scratch memory for a call. cost: the work it does, if that isn't the op's own cost.
-    prepare: computed once a step for each cache group, on the device; the result reaches `run` as `prepared=`.
     emits: whether it can give its result packed (`emit=`, of type `quant.Emission`); `when` then judges that as well.
     wants: the format to which it quantises a plain first argument, and in which it would rather get it; see `Handover`.
     """
@@ -125,7 +124,6 @@ class Provider:
     rank: int = 1
     workspace: Callable[[Call], int] | None = None
     cost: Callable[..., Cost] | None = None
-    prepare: Callable[..., Any] | None = None
     emits: bool = False
     wants: Format | None = None
 

@@ -32,7 +32,7 @@ from firstlight.models import CausalModel, build_model
 from firstlight.models.buckets import bucket_ladder
 from firstlight.models.registry import refuse_predicted_only
 from firstlight.models.walk import bind_model
-from firstlight.nn.module import Module, caches
+from firstlight.nn.module import Module
 from firstlight.ops.op import REFERENCE, Shape, sites
 from firstlight.parallel import Group, Mesh
 from firstlight.quant import WHOLE_ROW, BlockFp8, Scheme, scheme_of
@@ -148,8 +148,11 @@ class HostedModel(torch.nn.Module):
                 page_size=bounds.page_size,
                 timings=timings_of(options.table, hardware),
             )
-        self._modules_by_path: dict[str, Module] = {
-            path: module for path, module in self.model.named_modules() if isinstance(module, Module)
+        # Looked up once: adapters ask for the caches in every step, and a walk over all modules takes longer than the rest.
+        self._keepers: dict[str, Module] = {
+            path: module
+            for path, module in self.model.named_modules()
+            if isinstance(module, Module) and module.cache_spec is not None
         }
         self._zeros = torch.zeros(bounds.requests, dtype=torch.int32, device=self.device)
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=self.device)
@@ -164,11 +167,11 @@ class HostedModel(torch.nn.Module):
 
         A `PagedSpec` asks for rows of the context, a `SlotSpec` for tensors of fixed size for each request.
         """
-        return caches(self.model)
+        return {path: spec for path, module in self._keepers.items() if (spec := module.cache_spec) is not None}
 
     def set_group(self, path: str, group: str) -> None:
         """Have the module at `path` read its places from `tables[group]` of a step."""
-        module = self._modules_by_path[path]
+        module = self._keepers[path]
         assert module.cache_spec is not None
         module.cache_spec = replace(module.cache_spec, group=group)
 
@@ -192,7 +195,7 @@ class HostedModel(torch.nn.Module):
                 )
             if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
                 raise ValueError(f"{path}.{name}: its last dimension must be dense; its strides are {tensor.stride()}")
-        self._modules_by_path[path].bind_cache(tensors)
+        self._keepers[path].bind_cache(tensors)
 
     def bind_null(self, *paths: str) -> None:
         """Give the modules at these paths, or all, the null page and slot alone, for steps while the host has no memory."""

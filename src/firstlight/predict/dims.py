@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from firstlight.ops.op import Op
-from firstlight.quant import Packed
+from firstlight.quant import Packed, dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def dims_of(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Dims:
 
 
 def _format(value: Any) -> str:
-    return value.format.dtype if isinstance(value, Packed) else str(value.dtype).removeprefix("torch.")
+    return value.format.dtype if isinstance(value, Packed) else dtype_name(value.dtype)
 
 
 def _scaled(value: Any) -> bool:

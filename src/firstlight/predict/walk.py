@@ -23,12 +23,12 @@ from firstlight.models.buckets import GPU_DEFAULTS
 from firstlight.models.causal import CausalModel
 from firstlight.models.walk import meta_step, record, walk
 from firstlight.ops.binding import Choice, bind, parse_overrides
+from firstlight.ops.meta import specs
 from firstlight.ops.observe import Bound
 from firstlight.ops.op import Op, Shape, sites
 from firstlight.ops.sizes import Sizes, sizes_of
 from firstlight.predict.dims import Dims, dims_of
 from firstlight.predict.shape import Numbers
-from firstlight.quant import Packed
 from firstlight.step import Bucket, StepBatch
 
 VARIABLES = (
@@ -127,30 +127,15 @@ def _distinct_layers(model: CausalModel, page_size: int) -> tuple[list[int], lis
 
     def observe(bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if found := LAYER.match(bound.path):
-            made.setdefault(int(found[1]), []).append(
-                (bound.path[found.end() :], bound.op.name, _specs((args, kwargs)))
-            )
+            made.setdefault(int(found[1]), []).append((bound.path[found.end() :], bound.op.name, specs((args, kwargs))))
         return bound.op.abstract(*args, **kwargs)
 
     walk(model, _step(model, BASE, page_size), observe)
-    kinds: dict[str, list[int]] = {}
+    kinds: dict[tuple[Any, ...], list[int]] = {}
     for layer, calls in made.items():
-        kinds.setdefault(repr(calls), []).append(layer)
+        kinds.setdefault(tuple(calls), []).append(layer)
     groups = sorted(kinds.values())
     return [group[0] for group in groups], [len(group) for group in groups]
-
-
-def _specs(value: Any) -> Any:
-    """What a cost or a binding can depend on: shapes, dtypes and plain values, not which tensor it is."""
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), str(value.dtype)
-    if isinstance(value, Packed):
-        return value.shape, str(value.format)
-    if isinstance(value, tuple | list):
-        return [_specs(item) for item in value]
-    if isinstance(value, Mapping):
-        return [(key, _specs(item)) for key, item in value.items()]
-    return value
 
 
 @contextmanager
@@ -174,10 +159,12 @@ def _bind(
 ) -> tuple[dict[tuple[str, str], str], int]:
     """Who computes each op of each call site in a bucket, and the scratch memory of the largest call."""
     bucket = replace(bucket, index=0)
-    for _, site in sites(model):
+    found = sites(model)
+    chosen_by_name = parse_overrides(overrides, [site for _, site in found])
+    for _, site in found:
         site.unbind()
     records = record(model, [bucket], hardware, page_size)
-    binding = bind(records, 1, hardware, parse_overrides(overrides), timings=timings)
+    binding = bind(records, 1, hardware, chosen_by_name, timings=timings)
     chosen: dict[tuple[str, str], str] = {}
     for path, site in sites(model):
         for choice in site.choices:

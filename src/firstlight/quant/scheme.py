@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from firstlight.errors import InputError
-from firstlight.quant.format import WHOLE_ROW, Format, plain
+from firstlight.quant.format import WHOLE_ROW, Format, dtype_name, plain
 from firstlight.quant.patterns import matcher
 
 SCALE_SUFFIX = "_scale_inv"
@@ -67,7 +67,7 @@ class BlockFp8(Scheme):
         return plain(self.dtype) if matcher(self.patterns)(module) else self._scaled(self.scale_dtype)
 
     def _scaled(self, scale: torch.dtype) -> Format:
-        return Format("float8_e4m3fn", self.block, str(scale).removeprefix("torch."))
+        return Format("float8_e4m3fn", self.block, dtype_name(scale))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from firstlight.config import EngineOptions
 from firstlight.scheduling.draft import Draft
 from firstlight.scheduling.exports import wish, worth_waiting
@@ -34,7 +32,6 @@ class Admission:
         share: OfflineShare,
         preemption: Preemption,
         metrics: Metrics,
-        clock: Callable[[], float],
     ) -> None:
         self._options = options
         self._rows = rows
@@ -43,7 +40,6 @@ class Admission:
         self._share = share
         self._preemption = preemption
         self._metrics = metrics
-        self._clock = clock
         self._chunk_multiple = CHUNK if residency.geometry.has_state else 1
         self._work = Work(residency.geometry, options.step_tokens)
 
@@ -115,9 +111,6 @@ class Admission:
         cached = progress.hit.length
         if progress.cached_tokens is None:
             progress.cached_tokens = cached
-            self._metrics.queue_seconds += self._clock() - progress.submitted_at
-        self._metrics.admissions += 1
-        self._metrics.hits += cached > 0
         self._metrics.looked_up_tokens += progress.known
         self._metrics.matched_tokens += cached
         self._metrics.lost_tokens += hit.matched - cached

@@ -23,7 +23,7 @@ later one; the executor must not reorder or overlap two plans' effects on its ta
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -190,10 +190,7 @@ class StepResult:
     counts: [S] int32, 0 <= counts <= width. A decode row that commits c tokens has run c inputs: its last token and the
         first c - 1 of the new ones; the newest has not been run. 0: the row was left as it was before the plan (say,
         because it had sampled a stop token already). A final chunk commits exactly 1.
-    moves_done: indices into the plan's `moves` that are finished. A move on the device is finished with its plan and
-        need not be named.
     """
 
     tokens: np.ndarray
     counts: np.ndarray
-    moves_done: list[int] = field(default_factory=list)

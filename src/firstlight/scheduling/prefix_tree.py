@@ -267,7 +267,6 @@ class PrefixTree:
         parent.child_lengths = parent.child_lengths[:place] + parent.child_lengths[place + 1 :]
         if checkpoint.slot:
             self._slots.forget(checkpoint.slot)
-            self._metrics.evicted_checkpoints += 1
 
     def _within(self, checkpoint: Checkpoint) -> int:
         """Tokens of the checkpoint in its node's page."""

@@ -72,14 +72,12 @@ class Progress:
 
     request: Request
     order: int
-    submitted_at: float
     max_new: int
     stops: frozenset[int]
     chain: KeyChain
     phase: Phase = Phase.WAITING
     output: list[int] = field(default_factory=list)
     answer: int = 0
-    finish: FinishReason | None = None
     cached_tokens: int | None = None
     computed: int = 0
     planned: int = 0

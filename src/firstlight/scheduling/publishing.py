@@ -10,7 +10,6 @@ import math
 
 from firstlight.scheduling.accounts import Account
 from firstlight.scheduling.arena import CacheGeometry
-from firstlight.scheduling.metrics import Metrics
 from firstlight.scheduling.prefix_nodes import Node, Origin
 from firstlight.scheduling.prefix_tree import PrefixTree
 from firstlight.scheduling.progress import NEVER, ExportedState, Progress
@@ -20,14 +19,13 @@ class Publisher:
     """caching: whether anything is put there at all. pending: by page key, the request about to bring that page."""
 
     def __init__(
-        self, geometry: CacheGeometry, pages: Account, slots: Account, tree: PrefixTree, caching: bool, metrics: Metrics
+        self, geometry: CacheGeometry, pages: Account, slots: Account, tree: PrefixTree, caching: bool
     ) -> None:
         self.geometry = geometry
         self.pages = pages
         self.slots = slots
         self.tree = tree
         self.caching = caching
-        self.metrics = metrics
         self.pending: dict[bytes, Progress] = {}
         self._exporting = 0  # slots of exports that aren't in the tree yet
 
@@ -92,7 +90,6 @@ class Publisher:
     def add_export(self, progress: Progress, length: int, slot: int, origin: Origin) -> None:
         """Notes that a plan writes the state after `length` tokens to `slot`."""
         progress.exports.append(ExportedState(length, slot, origin))
-        self.metrics.exported_checkpoints += 1
         self._await_export_page(progress)
 
     def _attach_exports(self, progress: Progress) -> None:
@@ -150,7 +147,6 @@ class Publisher:
         if state:
             own = self.tree.attach(progress.chain, progress.tokens(), length, node, progress.slot, Origin.REQUEST_END)
             progress.slot = 0
-            self.metrics.handed_over_checkpoints += 1
             for other in progress.made if self.tree.answers_come_back else [own]:
                 self.tree.supersede(other, readers=0)
 

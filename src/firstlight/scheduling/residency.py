@@ -47,7 +47,7 @@ class Residency:
         self.pages = Account("pages", geometry.pages)
         self.slots = Account("slots", geometry.slots)
         self.tree = PrefixTree(geometry, self.pages, self.slots, metrics)
-        self.publisher = Publisher(geometry, self.pages, self.slots, self.tree, caching, metrics)
+        self.publisher = Publisher(geometry, self.pages, self.slots, self.tree, caching)
         self.draining: list[Progress] = []
         self.oldest_in_flight = NEVER
         self._retired = retired

@@ -12,9 +12,7 @@ request that has outgrown its pages. Preempted requests keep their place in the 
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from firstlight.config import EngineOptions
@@ -54,7 +52,6 @@ class Scheduler:
     geometry: of the caches; its page size is the one that holds.
     max_context: tokens of the longest request, prompt and answer.
     drafts: tokens that speculation adds to each decode row, so that a commit brings up to drafts + 1 of them.
-    clock: seconds, for metrics only.
     Raises ValueError if a step has no room for even one row.
     """
 
@@ -64,7 +61,6 @@ class Scheduler:
         geometry: CacheGeometry,
         max_context: int,
         drafts: int = 0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
         self.geometry = geometry
@@ -88,9 +84,7 @@ class Scheduler:
             self._share,
             self._preemption,
             self.metrics,
-            clock,
         )
-        self._clock = clock
         self._requests: dict[str, Progress] = {}
         self._flights: deque[Flight] = deque()
         self._number = 0
@@ -105,7 +99,6 @@ class Scheduler:
         progress = Progress(
             request,
             self._arrivals,
-            self._clock(),
             min(request.sampling.max_tokens, limit),
             frozenset(request.sampling.stop_token_ids),
             KeyChain(request.identity, self.geometry.page_size),
@@ -121,10 +114,9 @@ class Scheduler:
         progress = self._requests.get(request_id)
         if progress is None:
             return False
-        self.metrics.aborted += 1
         if progress.phase is Phase.WAITING:
             self._queues.stop_waiting(progress)
-        self._end(progress, FinishReason.ABORT)
+        self._end(progress)
         return True
 
     def _check(self, request: Request) -> None:
@@ -190,11 +182,9 @@ class Scheduler:
         prefilled = sum(draft.granted.values())
         decoded = len(decoding) * self._width
         self.metrics.prefilled_tokens += prefilled
-        self.metrics.decoded_tokens += decoded
         offline = sum(count for progress, count in draft.granted.items() if not progress.online)
         if self._rows.offline:
             offline += self._width * sum(not progress.online for progress in decoding)
-        self.metrics.offline_tokens += offline
         if offline or self._queues.waiting[ServiceClass.OFFLINE]:
             self._share.settle(prefilled + decoded - offline, offline)
 
@@ -272,15 +262,13 @@ class Scheduler:
         if progress.computed >= progress.insert_at:
             self._residency.insert(progress)
         if finish is not None:
-            self.metrics.finished += 1
-            self._end(progress, finish)
+            self._end(progress)
 
-    def _end(self, progress: Progress, finish: FinishReason) -> None:
+    def _end(self, progress: Progress) -> None:
         if progress.phase is Phase.PREFILL and not progress.draining:
             self._queues.stop_prefill(progress)
         running = progress.phase is not Phase.WAITING and not progress.draining
         progress.phase = Phase.ENDED
-        progress.finish = finish
         del self._requests[progress.request.id]
         if running:
             self._residency.leave(progress)
@@ -322,16 +310,6 @@ class Scheduler:
     def in_flight(self) -> int:
         """Plans whose results have not been committed."""
         return len(self._flights)
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that can be had without preemption, cached ones included."""
-        return self._residency.pages.free + self._residency.pages.idle
-
-    @property
-    def free_slots(self) -> int:
-        """State slots that can be had without preemption, idle checkpoints included."""
-        return self._residency.slots.free + self._residency.slots.idle
 
     def clear_cache(self) -> None:
         """Evicts from the prefix tree all that no request uses."""

@@ -16,8 +16,9 @@ import uvicorn
 from firstlight.config import EngineOptions, ServerOptions
 from firstlight.engine.messages import Started
 from firstlight.server.app import create_app
-from firstlight.server.local import model_name, open_service
+from firstlight.server.local import open_service
 from firstlight.server.spawn import EngineProcess
+from firstlight.weights.location import model_name
 from firstlight.weights.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from firstlight.config import EngineOptions
 from firstlight.engine.messages import Started
@@ -13,15 +12,8 @@ from firstlight.server.engine_client import EngineClient
 from firstlight.server.metrics import Metrics
 from firstlight.server.service import Service
 from firstlight.server.spawn import EngineProcess
+from firstlight.weights.location import model_name
 from firstlight.weights.tokenizer import Tokenizer, load_tokenizer
-
-
-def model_name(model: str) -> str:
-    """The name in the API: of the checkpoint's directory, or of its GGUF file without the suffix."""
-    path = Path(model).resolve()
-    if path.suffix == ".json":
-        return path.parent.name if path.name == "config.json" else path.stem
-    return path.stem if path.suffix == ".gguf" else path.name
 
 
 def open_service(

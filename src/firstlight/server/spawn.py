@@ -6,6 +6,7 @@ engine. The child gets a pipe as stdin: options first, then silence for as long 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -60,11 +61,9 @@ class EngineProcess:
             start_new_session=True,  # Ctrl-C is this process's to handle: it drains first
         )
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, which `wait_started` reports
             self._process.stdin.write(options.to_json() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it is dead already, which `wait_started` reports
 
     @property
     def pid(self) -> int:
@@ -129,7 +128,8 @@ class EngineProcess:
 
     def _ask_to_shut_down(self) -> None:
         if self.alive and not self.socket.closed:
-            self.socket.send(encode(Shutdown()), zmq.NOBLOCK)
+            with contextlib.suppress(zmq.Again):  # it has closed its end, and is on its way out
+                self.socket.send(encode(Shutdown()), zmq.NOBLOCK)
 
     def __enter__(self) -> Self:
         return self

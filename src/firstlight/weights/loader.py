@@ -128,7 +128,7 @@ def tensors_of(spec: WeightSpec, form: Form) -> dict[str, TensorRole]:
 
 def check_shape(spec: WeightSpec, form: Form, role: TensorRole, tensor: StoredTensor) -> None:
     """Raises CheckpointError if a stored tensor hasn't the shape that its part of a weight has."""
-    size = max(_end(segment) for segment in form if segment.source == role.source)
+    size = max(segment.end for segment in form if segment.source == role.source)
     expected = list(spec.shape)
     expected[spec.axis] = size
     if role.expert is not None:
@@ -142,10 +142,6 @@ def check_shape(spec: WeightSpec, form: Form, role: TensorRole, tensor: StoredTe
         seen = (stored[0], prod(stored[1:]))
     if seen != tuple(expected):
         raise CheckpointError(f"tensor {tensor.name} has shape {list(stored)}; the model needs {expected}")
-
-
-def _end(segment: Segment) -> int:
-    return max(stop for _, stop in segment.ranges) if segment.ranges else segment.size
 
 
 def check_dtype(spec: WeightSpec, role: TensorRole, tensor: StoredTensor) -> None:

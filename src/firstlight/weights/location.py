@@ -31,6 +31,14 @@ class Location:
         )
 
 
+def model_name(path: str | Path) -> str:
+    """What a model is called: as the checkpoint's directory, or as its GGUF or JSON file without the suffix."""
+    path = Path(path).expanduser().resolve()
+    if path.suffix == ".json":
+        return path.parent.name if path.name == "config.json" else path.stem
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
 def locate(path: str | Path) -> Location:
     """The checkpoint at a path; see `open_checkpoint` for what a path may be.
 

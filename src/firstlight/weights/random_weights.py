@@ -6,13 +6,13 @@ So they go through the same loader, and rank r of n gets exactly its part of wha
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from firstlight.nn.module import Module, Segment, WeightSpec
+from firstlight.nn.module import Module, WeightSpec
 from firstlight.quant import SCALE_SUFFIX
 from firstlight.quant.blocks import scale_shape
 from firstlight.weights.stored import Range, StoredTensor
@@ -39,7 +39,9 @@ class RandomTensor(StoredTensor):
 
     def load_slice(self, ranges: Sequence[Range] | None) -> torch.Tensor:
         """The part of the values within `ranges`; the whole tensor is drawn first, so that parts agree."""
-        generator = torch.Generator(self.device).manual_seed((self.seed << 32) ^ zlib.crc32(self.name.encode()))
+        # Hashed, so that the lower 32 bits, all that a CPU's generator reads, depend on both.
+        key = hashlib.blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(key))
         values = self._draw(generator)
         return values[tuple(slice(start, stop) for start, stop in self.full_ranges(ranges))]
 
@@ -99,7 +101,7 @@ def _stored(spec: WeightSpec, seed: int, device: torch.device | str) -> list[Sto
     form = spec.forms[-1] if spec.experts is not None else spec.forms[0]
     sizes: dict[str, int] = {}
     for segment in form:
-        sizes[segment.source] = max(sizes.get(segment.source, 0), _end(segment))
+        sizes[segment.source] = max(sizes.get(segment.source, 0), segment.end)
     stored: list[StoredTensor] = []
     for source, size in sizes.items():
         shape = tuple(size if i == spec.axis else n for i, n in enumerate(spec.shape))
@@ -110,7 +112,3 @@ def _stored(spec: WeightSpec, seed: int, device: torch.device | str) -> list[Sto
             scale_dtype = getattr(torch, spec.format.scale_dtype)
             stored.append(RandomScale(source + SCALE_SUFFIX, scale, scale_dtype, spec.init, shape[-1], device))
     return stored
-
-
-def _end(segment: Segment) -> int:
-    return max(stop for _, stop in segment.ranges) if segment.ranges else segment.size

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from firstlight.quant import dtype_name
 from firstlight.weights.mapped_file import MappedFile
 
 Range = tuple[int, int] | None
@@ -60,7 +61,7 @@ class StoredTensor(ABC):
         return full
 
     def __repr__(self) -> str:
-        kind = self.ggml_type or str(self.dtype).removeprefix("torch.")
+        kind = self.ggml_type or dtype_name(self.dtype)
         return f"{type(self).__name__}({self.name!r}, {kind}, {list(self.shape)})"
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from firstlight.ops.attention import hopper_paged, torch_sdpa, triton_paged
 from firstlight.ops.op import Cost, Op, Shape
 from firstlight.ops.write_kv import bits_of
+from firstlight.quant import dtype_name
 
 
 def body(
@@ -134,7 +135,7 @@ def cost(
     heads, dim = q.shape[1:]
     row_bytes = k_pages.shape[2] * dim * (k_pages.element_size() + v_pages.element_size())
     operations = 4.0 * pairs * heads * dim
-    multiplied = str(q.dtype).removeprefix("torch.")
+    multiplied = dtype_name(q.dtype)
     return Cost({multiplied: operations}, read=q.nbytes + keys * row_bytes, written=q.nbytes)
 
 

@@ -16,7 +16,7 @@ from firstlight.ops.linear import (
 )
 from firstlight.ops.op import Cost, Op, Shape
 from firstlight.ops.triton_support import provide_fp8
-from firstlight.quant import FLOAT8_BY_COLUMN, FLOAT8_BY_TOKEN, Packed, Weight, unpack
+from firstlight.quant import FLOAT8_BY_COLUMN, FLOAT8_BY_TOKEN, Packed, Weight, dtype_name, unpack
 
 
 def body(x: Weight, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -50,7 +50,7 @@ def cost(
     """Weights once; multiplied in the dtype of the activations."""
     out = abstract(x, weight, dtype=dtype)
     operations = 2.0 * out.numel() * weight.shape[1]
-    multiplied = x.format.dtype if isinstance(x, Packed) else str(x.dtype).removeprefix("torch.")
+    multiplied = x.format.dtype if isinstance(x, Packed) else dtype_name(x.dtype)
     read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)
     return Cost({multiplied: operations}, read=read, written=out.nbytes)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from firstlight.ops.op import Cost, Op, Shape
 from firstlight.ops.segment_attention import torch_sdpa
+from firstlight.quant import dtype_name
 
 
 def body(q: Tensor, k: Tensor, v: Tensor, segment_start: Tensor, *, scale: float, max_segment: int) -> Tensor:
@@ -39,7 +40,7 @@ def cost(
 ) -> Cost:
     """As if every segment were as long as the longest: the lengths are data."""
     tokens, heads, dim = q.shape
-    multiplied = str(q.dtype).removeprefix("torch.")
+    multiplied = dtype_name(q.dtype)
     operations = 4.0 * tokens * max_segment * heads * dim
     return Cost({multiplied: operations}, read=q.nbytes + k.nbytes + v.nbytes, written=q.nbytes)
 

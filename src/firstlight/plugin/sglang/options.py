@@ -16,6 +16,7 @@ from firstlight.cache.spec import SlotSpec
 from firstlight.errors import FirstlightError
 from firstlight.nn.module import caches
 from firstlight.plugin.core import describe, mesh_of
+from firstlight.quant import dtype_name
 
 SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     # Parallelism other than tensor parallelism, and what belongs to it.
@@ -119,7 +120,7 @@ def objection(options: Any, hf_config: Any, dtype: torch.dtype, tp_size: int, **
     for name, served in SERVED_VALUES.items():
         if (value := value_of(name)) not in served:
             return f"--{name.replace('_', '-')} {value} is not served"
-    kept = {"auto", str(dtype).removeprefix("torch.")} | ({"bf16"} if dtype == torch.bfloat16 else set())
+    kept = {"auto", dtype_name(dtype)} | ({"bf16"} if dtype == torch.bfloat16 else set())
     if (kv := value_of("kv_cache_dtype")) not in kept:
         return f"--kv-cache-dtype {kv} is not served: KV is kept in the activations' {dtype}"
     stored = (config.get("quantization_config") or {}).get("quant_method")

@@ -19,6 +19,7 @@ from firstlight.errors import FirstlightError
 from firstlight.parallel import Mesh
 from firstlight.plugin.active import ACTIVE
 from firstlight.plugin.core import describe
+from firstlight.quant import dtype_name
 
 logger = logging.getLogger("vllm.firstlight")
 VERSION = version("firstlight")
@@ -150,8 +151,9 @@ def _options(config: Any) -> dict[str, bool]:
         "--enable-eplb": parallel.enable_eplb,
         "--enable-elastic-ep": parallel.enable_elastic_ep,
         "--enable-dbo": parallel.enable_dbo or parallel.ubatch_size > 0,
-        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in ("auto", _name(model.dtype)),
-        f"--mamba-cache-dtype {cache.mamba_cache_dtype}": cache.mamba_cache_dtype not in ("auto", _name(model.dtype)),
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in ("auto", dtype_name(model.dtype)),
+        f"--mamba-cache-dtype {cache.mamba_cache_dtype}": cache.mamba_cache_dtype
+        not in ("auto", dtype_name(model.dtype)),
         f"--mamba-ssm-cache-dtype {cache.mamba_ssm_cache_dtype}": cache.mamba_ssm_cache_dtype
         not in ("auto", "float32"),
         "--mamba-cache-mode all": cache.mamba_cache_mode == "all",
@@ -179,10 +181,6 @@ def _options(config: Any) -> dict[str, bool]:
         "dual_chunk_attention_config in config.json": getattr(text, "dual_chunk_attention_config", None) is not None,
         "model runner V2 (VLLM_USE_V2_MODEL_RUNNER=0 takes the other)": config.use_v2_model_runner,
     }
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def config_dict(model_config: Any) -> dict[str, Any]:
