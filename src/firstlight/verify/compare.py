@@ -34,12 +34,13 @@ class Tolerance:
     tie: float
 
 
-# float32 rounds at 6e-8; sums of a few thousand terms and the delta rule's triangular solves lose one to two digits.
+# float32 rounds at 6e-8; sums of a few thousand terms and the delta rule's triangular solves lose one to two digits, and where they
+# cancel, a little more: one CPU's products brought a right mixer to 1.1e-5, another's to less than 1e-5.
 # bfloat16 rounds at 4e-3 and float16 at 5e-4, several times in a module; errors add up over layers, and the worst of some
 # hundred rows has several times the typical error: of twelve random models with Gated DeltaNet, whose gated norm divides by
 # the length of what it gets, four had a row beyond 0.1 in bfloat16, the worst 0.131. What they hide, a run in float32 shows.
 TOLERANCES = {
-    torch.float32: Tolerance(module=1e-5, whole=1e-4, tie=1e-5),
+    torch.float32: Tolerance(module=2e-5, whole=1e-4, tie=1e-5),
     torch.float16: Tolerance(module=2e-2, whole=1e-1, tie=2e-3),
     torch.bfloat16: Tolerance(module=2e-1, whole=3e-1, tie=1e-2),
 }
