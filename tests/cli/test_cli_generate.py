@@ -125,6 +125,38 @@ def test_refused_lines_do_not_stop_the_others(
     assert "1 answer, 8 refused" in capsys.readouterr().err
 
 
+def test_lines_that_can_not_be_sent_do_not_stop_the_others(
+    where: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half a surrogate pair is valid JSON and no Unicode, wherever it is; a deep line is more than a parser takes."""
+    lines: list[Any] = [
+        {"id": "good", "prompt": "a\U0001f600", "temperature": 0},  # a whole pair, as json.dumps writes it
+        {"id": "p", "prompt": "a\ud800"},
+        {"id": "e\ud800", "prompt": "a"},
+        {"id": "m", "messages": [{"role": "user", "content": "\udfff"}]},
+        {"id": "k", "prompt": "a", "\ud800": 1},
+        '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        "[" * 100_000,
+        *(
+            '{"chat_template_kwargs": {"x": ' + "[" * depth + "]" * depth + '}, "messages": []}'
+            for depth in (300, 900, 985)
+        ),
+        {"prompt": "a", "temperature": float("nan")},
+        {"prompt": "a", "seed": 10**400},
+        {"prompt": "fine", "temperature": 0},
+    ]
+    prompts, answers = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert firstlight(monkeypatch, "generate", *where, "-i", str(prompts), "-o", str(answers)) == 1
+    good, *refused, fine = read(answers)
+    assert (good["text"], fine["text"]) == ("a\U0001f600", "fine")
+    said = ["\\ud800, which is no character"] * 2 + ["\\udfff, which"] + ["\\ud800, which"] + ["within each other"] * 2
+    for answer, words in zip(refused, said, strict=False):
+        assert words in answer["error"]["message"]
+    assert [answer.get("id") for answer in refused] == ["p", None, "m", "k"] + [None] * 7
+    assert "temperature" in refused[-2]["error"]["message"]
+    assert "2 answers, 11 refused" in capsys.readouterr().err
+
+
 def test_generate_goes_on_where_it_stopped(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

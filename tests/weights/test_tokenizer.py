@@ -20,7 +20,13 @@ from weights.samples import CHAT_TEMPLATE, CONTROL, LLAMA, TEXT, USER_DEFINED, v
 
 from firstlight.errors import ChatTemplateError, CheckpointError, TokenizerError
 from firstlight.weights.gguf_tokenizer import KINDS, gguf_tokenizer
-from firstlight.weights.tokenizer import TextStream, Tokenizer, load_tokenizer, load_tokenizer_and_stops, tokenizer_from_gguf
+from firstlight.weights.tokenizer import (
+    TextStream,
+    Tokenizer,
+    load_tokenizer,
+    load_tokenizer_and_stops,
+    tokenizer_from_gguf,
+)
 
 TEXTS = [
     "",
