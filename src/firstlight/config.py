@@ -48,6 +48,22 @@ class Options(BaseModel):
         return cls.model_validate_json(line)
 
 
+def checked_key(key: str) -> str:
+    """An API key as it stands in a header, without the line's end that a file or a secret brings along.
+
+    Raises ValueError for one that can't stand there. The message doesn't repeat it: it may end in a log.
+    """
+    key = key.strip()
+    if not key:
+        raise ValueError("is empty or all white space; give a key, or leave the option and its variable out")
+    if not key.isprintable():
+        raise ValueError("has characters inside that a header can't carry; only printable ones and spaces are legal")
+    return key
+
+
+KeyOption = Annotated[str, AfterValidator(checked_key)]
+
+
 class EngineOptions(Options):
     """How a model is loaded and run."""
 
@@ -123,7 +139,7 @@ class ServerOptions(Options):
 
     host: str = Field("127.0.0.1", description="Address to bind; anything but a loopback address needs an API key.")
     port: int = Field(8000, ge=0, le=65535, description="Port; 0: any free one, printed at start.")
-    api_key: str | None = Field(None, description="Clients must send `Authorization: Bearer KEY`.")
+    api_key: KeyOption | None = Field(None, description="Clients must send `Authorization: Bearer KEY`.")
     served_name: str | None = Field(
         None,
         description="The model's name in the API; default: its directory's name, or its file's without .gguf or .json.",
@@ -199,7 +215,7 @@ class BenchOptions(Options):
     """What load `bench` puts on a server, and how it judges the answers."""
 
     url: str = Field("http://127.0.0.1:8000", description="The server, with or without /v1.")
-    api_key: str | None = Field(None, description="The server's key.")
+    api_key: KeyOption | None = Field(None, description="The server's key.")
     served_name: str | None = Field(
         None, description="The model's name at the server; default: the first that it lists."
     )

@@ -231,11 +231,36 @@ def test_nobody_at_the_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     for url, said in (
         ("http://127.0.0.1:9", "is the server running?"),
         ("ftp://x", "--url ftp://x: it must look like"),
+        ("http://127.0.0.1:99999", "it must look like http://127.0.0.1:8000 (Port out of range 0-65535)"),
+        ("http://127.0.0.1:-1", "it must look like"),
+        ("127.0.0.1:http", "it must look like"),
+        ("http://127.0.0.1:0", "ports are 1 to 65535"),
+        ("http://[::1", "it must look like http://127.0.0.1:8000 (Invalid IPv6 URL)"),
+        ("http://[nowhere]", "it must look like"),
+        (f"http://{'a' * 64}.org", "it must look like"),
+        ("http://a..b", "it must look like"),
+        ("http://127.0.0.1:9/a b", "it must look like"),
+        ("http://127.0.0.1:9/ä", "it must look like"),
+        ("http://a b:9", "it must look like"),
     ):
         command = ("generate", "--url", url, "-i", str(prompts), "-o", str(tmp_path / "out.jsonl"))
         assert firstlight(monkeypatch, *command) == 1
-        assert said in capsys.readouterr().err
+        assert said in capsys.readouterr().err, url
     assert (tmp_path / "out.jsonl").read_text() == ""
+
+
+def test_the_key_is_sent_as_the_server_reads_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the line's end that a file brings along, and in UTF-8."""
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": "a", "temperature": 0}])
+    with running({"model": str(checkpoint)}, {"api_key": "schlüssel\n"}) as server:
+        command = ("generate", "--url", server.url, "-i", str(prompts), "-o", str(tmp_path / "out.jsonl"))
+        assert firstlight(monkeypatch, *command, "--api-key", "schlüssel\n") == 0
+    assert [answer["text"] for answer in read(tmp_path / "out.jsonl")] == ["a"]
+    write(prompts, [{"id": "another", "prompt": "a"}])
+    assert firstlight(monkeypatch, *command, "--api-key", "a\nb") == 1
+    assert "--api-key (or FIRSTLIGHT_API_KEY): has characters inside that a header can't" in capsys.readouterr().err
 
 
 def test_files_that_can_not_be_used(tmp_path: Path) -> None:

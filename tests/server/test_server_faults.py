@@ -187,7 +187,7 @@ def test_the_engine_does_not_outlive_a_killed_server(
 
 
 def test_api_key(checkpoint: Path) -> None:
-    with running({"model": str(checkpoint)}, {"api_key": "schlüssel", "max_body_mib": 1}) as server:
+    with running({"model": str(checkpoint)}, {"api_key": " schlüssel\n", "max_body_mib": 1}) as server:
         assert server.get("/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer schlussel"}, {"Authorization": "schlüssel".encode()}):
             for path in ("/v1/models", "/metrics", "/v1/nothing"):
