@@ -27,6 +27,12 @@ def test_what_is_given_wins_over_the_environment_and_the_defaults():
         ({"pages": 3}, "pages"),
         ({"seed": LARGEST_SEED + 1}, "seed"),
         ({"seed": -1}, "seed"),
+        *(({"cache_gib": value}, "cache_gib\n.*should be") for value in ("inf", "nan", "1e9", "-1")),
+        ({"checkpoint_gib": "inf"}, "checkpoint_gib\n.*finite"),
+        *(
+            ({name: "99999999999"}, f"{name}\n.*less than or equal to")
+            for name in ("threads", "max_running", "step_tokens", "offline_step_tokens", "page_size", "depth")
+        ),
     ],
 )
 def test_a_wrong_value_or_name_is_an_error_that_names_it(given, field):

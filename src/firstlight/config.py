@@ -18,6 +18,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 ENVIRONMENT_PREFIX = "FIRSTLIGHT_"
 LARGEST_SEED = (1 << 63) - 1
 """Seeds are signed 64-bit integers, as in the API."""
+MOST_STEP_TOKENS = 16_777_216
+MOST_GIB = 1_048_576
 
 
 class Options(BaseModel):
@@ -50,8 +52,27 @@ class Options(BaseModel):
         return cls.model_validate_json(line)
 
 
+def checked_key(key: str) -> str:
+    """An API key as it stands in a header, without the line's end that a file or a secret brings along.
+
+    Raises ValueError for one that can't stand there. The message doesn't repeat it: it may end in a log.
+    """
+    key = key.strip()
+    if not key:
+        raise ValueError("is empty or all white space; give a key, or leave the option and its variable out")
+    if not key.isprintable():
+        raise ValueError("has characters inside that a header can't carry; only printable ones and spaces are legal")
+    return key
+
+
+KeyOption = Annotated[str, AfterValidator(checked_key)]
+
+
 class EngineOptions(Options):
     """How a model is loaded and run."""
+
+    # The upper bounds are far beyond any machine: what they refuse would only fail later, in an allocation or a library.
+    model_config = ConfigDict(allow_inf_nan=False)
 
     model: str = Field(
         description="Directory with config.json and safetensors, a .gguf file, or a config.json (with --weights random)."
@@ -85,39 +106,46 @@ class EngineOptions(Options):
     invariant: bool = Field(
         False, description="Bind one provider to all buckets, so that batch size never changes rounding."
     )
-    threads: int = Field(0, ge=0, description="CPU threads for compute; 0: all cores.")
+    threads: int = Field(0, ge=0, le=4096, description="CPU threads for compute; 0: all cores.")
     max_context: int = Field(
         0, ge=0, description="Longest request, prompt and answer, in tokens; 0: the model's own limit."
     )
-    max_running: int = Field(256, ge=1, description="Requests in a step at most.")
+    max_running: int = Field(256, ge=1, le=65_536, description="Requests in a step at most.")
     step_tokens: int = Field(
         2048,
         ge=1,
+        le=MOST_STEP_TOKENS,
         description="New tokens in a step at most; longer prompts are prefilled in chunks, of fewer tokens the further in, while "
         "online requests decode. If not given, 8192 on a GPU.",
     )
-    offline_step_tokens: int = Field(2048, ge=1, description="Offline prefill tokens in a step at most.")
+    offline_step_tokens: int = Field(
+        2048, ge=1, le=MOST_STEP_TOKENS, description="Offline prefill tokens in a step at most."
+    )
     offline_share: float = Field(
         0.05, ge=0, le=1, description="Share of tokens kept for offline work under constant online load."
     )
-    page_size: int = Field(16, ge=1, description="Tokens in a KV page. If not given, 64 on a GPU.")
+    page_size: int = Field(16, ge=1, le=65_536, description="Tokens in a KV page. If not given, 64 on a GPU.")
     cache_gib: float = Field(
-        0.0, ge=0, description="Memory for KV pages and state slots; 0: what the device has left (CPU: 1 GiB)."
+        0.0,
+        ge=0,
+        le=MOST_GIB,
+        description="Memory for KV pages and state slots; 0: what the device has left (CPU: 1 GiB).",
     )
     checkpoint_gib: float = Field(
         0.0,
         ge=0,
+        le=MOST_GIB,
         description="Of it, at most this for state checkpoints of hybrid models; 0: half. None are kept with --no-prefix-cache.",
     )
     prefix_cache: bool = Field(True, description="Reuse the KV and state of shared prefixes.")
     depth: int = Field(
-        0, ge=0, description="Plans in flight; 1 to debug; 0: 2 on a GPU, 1 on a CPU, which computes in order."
+        0, ge=0, le=64, description="Plans in flight; 1 to debug; 0: 2 on a GPU, 1 on a CPU, which computes in order."
     )
     graphs: bool = Field(
         True,
         description="Capture steps in CUDA graphs, padded to their buckets; without effect on a CPU.",
     )
-    tensor_parallel: int = Field(1, ge=1, description="Ranks that split every layer.")
+    tensor_parallel: int = Field(1, ge=1, le=1024, description="Ranks that split every layer.")
 
 
 class ServerOptions(Options):
@@ -125,7 +153,7 @@ class ServerOptions(Options):
 
     host: str = Field("127.0.0.1", description="Address to bind; anything but a loopback address needs an API key.")
     port: int = Field(8000, ge=0, le=65535, description="Port; 0: any free one, printed at start.")
-    api_key: str | None = Field(None, description="Clients must send `Authorization: Bearer KEY`.")
+    api_key: KeyOption | None = Field(None, description="Clients must send `Authorization: Bearer KEY`.")
     served_name: str | None = Field(
         None,
         description="The model's name in the API; default: its directory's name, or its file's without .gguf or .json.",
@@ -134,7 +162,9 @@ class ServerOptions(Options):
         4096, ge=1, description="Requests waiting, beyond --max-running, at most; one more gets a 429."
     )
     max_body_mib: int = Field(16, ge=1, le=1024, description="Size of a request's body at most, in MiB.")
-    drain_seconds: int = Field(30, ge=0, description="At shutdown, running requests get this long to finish.")
+    drain_seconds: int = Field(
+        30, ge=0, le=86_400, description="At shutdown, running requests get this long to finish."
+    )
 
 
 def _described(name: str) -> str:
@@ -201,7 +231,7 @@ class BenchOptions(Options):
     """What load `bench` puts on a server, and how it judges the answers."""
 
     url: str = Field("http://127.0.0.1:8000", description="The server, with or without /v1.")
-    api_key: str | None = Field(None, description="The server's key.")
+    api_key: KeyOption | None = Field(None, description="The server's key.")
     served_name: str | None = Field(
         None, description="The model's name at the server; default: the first that it lists."
     )

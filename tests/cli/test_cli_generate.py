@@ -125,6 +125,38 @@ def test_refused_lines_do_not_stop_the_others(
     assert "1 answer, 8 refused" in capsys.readouterr().err
 
 
+def test_lines_that_can_not_be_sent_do_not_stop_the_others(
+    where: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half a surrogate pair is valid JSON and no Unicode, wherever it is; a deep line is more than a parser takes."""
+    lines: list[Any] = [
+        {"id": "good", "prompt": "a\U0001f600", "temperature": 0},  # a whole pair, as json.dumps writes it
+        {"id": "p", "prompt": "a\ud800"},
+        {"id": "e\ud800", "prompt": "a"},
+        {"id": "m", "messages": [{"role": "user", "content": "\udfff"}]},
+        {"id": "k", "prompt": "a", "\ud800": 1},
+        '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        "[" * 100_000,
+        *(
+            '{"chat_template_kwargs": {"x": ' + "[" * depth + "]" * depth + '}, "messages": []}'
+            for depth in (300, 900, 985)
+        ),
+        {"prompt": "a", "temperature": float("nan")},
+        {"prompt": "a", "seed": 10**400},
+        {"prompt": "fine", "temperature": 0},
+    ]
+    prompts, answers = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert firstlight(monkeypatch, "generate", *where, "-i", str(prompts), "-o", str(answers)) == 1
+    good, *refused, fine = read(answers)
+    assert (good["text"], fine["text"]) == ("a\U0001f600", "fine")
+    said = ["\\ud800, which is no character"] * 2 + ["\\udfff, which"] + ["\\ud800, which"] + ["within each other"] * 2
+    for answer, words in zip(refused, said, strict=False):
+        assert words in answer["error"]["message"]
+    assert [answer.get("id") for answer in refused] == ["p", None, "m", "k"] + [None] * 7
+    assert "temperature" in refused[-2]["error"]["message"]
+    assert "2 answers, 11 refused" in capsys.readouterr().err
+
+
 def test_generate_goes_on_where_it_stopped(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,11 +231,36 @@ def test_nobody_at_the_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     for url, said in (
         ("http://127.0.0.1:9", "is the server running?"),
         ("ftp://x", "--url ftp://x: it must look like"),
+        ("http://127.0.0.1:99999", "it must look like http://127.0.0.1:8000 (Port out of range 0-65535)"),
+        ("http://127.0.0.1:-1", "it must look like"),
+        ("127.0.0.1:http", "it must look like"),
+        ("http://127.0.0.1:0", "ports are 1 to 65535"),
+        ("http://[::1", "it must look like http://127.0.0.1:8000 (Invalid IPv6 URL)"),
+        ("http://[nowhere]", "it must look like"),
+        (f"http://{'a' * 64}.org", "it must look like"),
+        ("http://a..b", "it must look like"),
+        ("http://127.0.0.1:9/a b", "it must look like"),
+        ("http://127.0.0.1:9/ä", "it must look like"),
+        ("http://a b:9", "it must look like"),
     ):
         command = ("generate", "--url", url, "-i", str(prompts), "-o", str(tmp_path / "out.jsonl"))
         assert firstlight(monkeypatch, *command) == 1
-        assert said in capsys.readouterr().err
+        assert said in capsys.readouterr().err, url
     assert (tmp_path / "out.jsonl").read_text() == ""
+
+
+def test_the_key_is_sent_as_the_server_reads_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the line's end that a file brings along, and in UTF-8."""
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": "a", "temperature": 0}])
+    with running({"model": str(checkpoint)}, {"api_key": "schlüssel\n"}) as server:
+        command = ("generate", "--url", server.url, "-i", str(prompts), "-o", str(tmp_path / "out.jsonl"))
+        assert firstlight(monkeypatch, *command, "--api-key", "schlüssel\n") == 0
+    assert [answer["text"] for answer in read(tmp_path / "out.jsonl")] == ["a"]
+    write(prompts, [{"id": "another", "prompt": "a"}])
+    assert firstlight(monkeypatch, *command, "--api-key", "a\nb") == 1
+    assert "--api-key (or FIRSTLIGHT_API_KEY): has characters inside that a header can't" in capsys.readouterr().err
 
 
 def test_files_that_can_not_be_used(tmp_path: Path) -> None:

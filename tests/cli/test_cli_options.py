@@ -75,6 +75,19 @@ def test_every_field_is_an_option_of_serve() -> None:
                 "it is 'http'"
             ],
         ),
+        *(
+            (["m", "--api-key", key], {}, [f"--api-key (or FIRSTLIGHT_API_KEY): {said}"])
+            for key, said in (
+                (
+                    " \n",
+                    "value error, is empty or all white space; give a key, or leave the option and its variable out",
+                ),
+                (
+                    "secret\nkey",
+                    "value error, has characters inside that a header can't carry; only printable ones and spaces are legal",
+                ),
+            )
+        ),
     ],
 )
 def test_wrong_options(arguments: list[str], environment: dict[str, str], lines: list[str]) -> None:

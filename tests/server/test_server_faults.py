@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -199,7 +200,7 @@ def test_the_engine_does_not_outlive_a_killed_server(
 
 
 def test_api_key(checkpoint: Path) -> None:
-    with running({"model": str(checkpoint)}, {"api_key": "schlüssel", "max_body_mib": 1}) as server:
+    with running({"model": str(checkpoint)}, {"api_key": " schlüssel\n", "max_body_mib": 1}) as server:
         assert server.get("/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer schlussel"}, {"Authorization": "schlüssel".encode()}):
             for path in ("/v1/models", "/metrics", "/v1/nothing"):
@@ -309,6 +310,21 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
             assert (error["code"], error["param"]) == ("no_tokenizer", "messages")
             assert "return_token_ids" not in error["message"]
         assert server.log.count("this checkpoint has no tokenizer: it takes token ids only") == 1
+
+
+@pytest.mark.parametrize("declared", [{"eos_token_id": 6}, {"eos_token_id": [10**30, 9, 6]}])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_answers_end_without_a_tokenizer_too(tmp_path: Path, file: str, declared: dict[str, Any]) -> None:
+    """Where the checkpoint says so, unless a request ignores that. Ids beyond the vocabulary never come."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_text(json.dumps(declared))
+    with running({"model": str(tmp_path)}, {"served_name": "bare"}) as server:
+        fields = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 3, "return_token_ids": True}
+        [choice] = server.post("/v1/completions", json=fields).json()["choices"]
+        assert (choice["token_ids"], choice["finish_reason"]) == ([5, 6], "stop")
+        fields["ignore_eos"] = True
+        [choice] = server.post("/v1/completions", json=fields).json()["choices"]
+        assert (choice["token_ids"], choice["finish_reason"]) == ([5, 6, 7], "length")
 
 
 def test_a_long_prompt_does_not_stop_the_others(checkpoint: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -19,7 +20,13 @@ from weights.samples import CHAT_TEMPLATE, CONTROL, LLAMA, TEXT, USER_DEFINED, v
 
 from firstlight.errors import ChatTemplateError, CheckpointError, TokenizerError
 from firstlight.weights.gguf_tokenizer import KINDS, gguf_tokenizer
-from firstlight.weights.tokenizer import TextStream, Tokenizer, load_tokenizer, tokenizer_from_gguf
+from firstlight.weights.tokenizer import (
+    TextStream,
+    Tokenizer,
+    load_tokenizer,
+    load_tokenizer_and_stops,
+    tokenizer_from_gguf,
+)
 
 TEXTS = [
     "",
@@ -200,22 +207,35 @@ def test_truncation_and_padding_in_tokenizer_json_are_off(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("generation", "config", "expected"),
+    ("generation", "config", "declared"),
     [
-        ({"eos_token_id": [0, 3]}, {"eos_token_id": 1}, (0, 3, 2)),
-        ({"eos_token_id": 3}, {}, (3, 2)),
+        ({"eos_token_id": [0, 3]}, {"eos_token_id": 1}, (0, 3)),
+        ({"eos_token_id": 3}, {}, (3,)),
         (None, {"eos_token_id": [1, 2]}, (1, 2)),
-        (None, {"text_config": {"eos_token_id": 0}}, (0, 2)),
-        (None, {}, (2,)),
-        ({"eos_token_id": None}, {"eos_token_id": "no"}, (2,)),
+        (None, {"text_config": {"eos_token_id": 0}}, (0,)),
+        (None, {}, ()),
+        ({"eos_token_id": None}, {"eos_token_id": "no"}, ()),
     ],
 )
-def test_stop_tokens(tmp_path, generation, config, expected):
+def test_stop_tokens(tmp_path, generation, config, declared):
     write_directory(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert load_tokenizer(tmp_path).stop_token_ids == expected
+    tokenizer, stops = load_tokenizer_and_stops(tmp_path)
+    assert stops == tokenizer.stop_token_ids == tuple(dict.fromkeys((*declared, 2)))  # 2: the tokenizer's own
+    (tmp_path / "tokenizer.json").unlink()
+    assert load_tokenizer_and_stops(tmp_path) == (None, declared)
+
+
+def test_stop_tokens_of_a_gguf_file_without_a_tokenizer(tmp_path):
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_uint32("tokenizer.ggml.eos_token_id", 7)
+    writer.add_uint32("tokenizer.ggml.eot_token_id", 5)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert load_tokenizer_and_stops(tmp_path / "m.gguf") == (None, (7, 5))
 
 
 def test_where_the_chat_template_may_be(tmp_path):

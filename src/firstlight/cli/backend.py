@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from firstlight.config import EngineOptions
+from firstlight.config import EngineOptions, checked_key
 from firstlight.errors import FirstlightError
 
 if TYPE_CHECKING:
@@ -100,14 +100,14 @@ class RemoteBackend:
     """Answers from a server at `url`, such as http://127.0.0.1:8000, with or without /v1. limit: connections at once."""
 
     def __init__(self, url: str, key: str | None, limit: int) -> None:
-        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise FirstlightError(f"--url {url}: it must look like http://127.0.0.1:8000")
-        self._parts = parts
+        parts = self._parts = _url_parts(url)
         self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
-        self._headers = {"Content-Type": "application/json"}
+        self._headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
         if key:
-            self._headers["Authorization"] = f"Bearer {key}"
+            try:
+                self._headers["Authorization"] = f"Bearer {checked_key(key)}".encode()
+            except ValueError as error:
+                raise FirstlightError(f"--api-key (or FIRSTLIGHT_API_KEY): {error}") from None
         self._threads = ThreadPoolExecutor(limit, thread_name_prefix="request")
         self._connections: set[http.client.HTTPConnection] = set()
 
@@ -207,6 +207,24 @@ async def open_backend(
     signal.signal(signal.SIGTERM, exit_quietly)
     async with local_service(options, limit, engine or ENGINE) as service:
         yield LocalBackend(service)
+
+
+def _url_parts(url: str) -> urllib.parse.SplitResult:
+    """Raises FirstlightError, naming the option, for anything that is no address of a server."""
+    wrong = f"--url {url}: it must look like http://127.0.0.1:8000"
+    try:
+        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        port = parts.port  # read here: it is looked at when it is asked for only
+        (parts.hostname or "").encode("idna" if ":" not in (parts.hostname or "") else "ascii")
+        if not all("!" <= character <= "~" for character in parts.path) or " " in (parts.hostname or ""):
+            raise ValueError("write a space or a letter beyond ASCII as %XX")
+    except ValueError as error:
+        raise FirstlightError(f"{wrong} ({error})") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise FirstlightError(wrong)
+    if port == 0:
+        raise FirstlightError(f"{wrong} (nothing answers on port 0; ports are 1 to 65535)")
+    return parts
 
 
 def _request_error(status: int, body: dict[str, Any]) -> FirstlightError:

@@ -19,6 +19,10 @@ from firstlight.errors import FirstlightError
 
 Key = tuple[str, str | int]
 """("id", the id) or ("index", the line's number)."""
+TOO_DEEP = "too many lists and objects within each other; no request needs so many"
+DEEPER_CALLS = 300
+"""A request is written under more callers than it is read under, which leave that much less of Python's limit on
+recursion for its own lists and objects."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,17 @@ def _input_line(index: int, text: bytes) -> InputLine:
         fields = json.loads(text)
     except ValueError as error:
         return InputLine(index, None, error=f"not valid JSON: {error}")
+    except RecursionError:
+        return InputLine(index, None, error=TOO_DEEP)
     if not isinstance(fields, dict):
         return InputLine(index, None, error="a line must be a JSON object")
     id = fields.pop("id", None)
+    if fault := _unsendable(id):
+        return InputLine(index, None, error=fault)
     if id is not None and (isinstance(id, bool) or not isinstance(id, (str, int))):
         return InputLine(index, None, error=f"`id` must be a string or an integer; it is {id!r}")
+    if fault := _unsendable(fields):
+        return InputLine(index, id, error=fault)
     kinds = [name for name in ("prompt", "messages", "prompt_token_ids") if name in fields]
     if len(kinds) != 1:
         return InputLine(index, id, error="a line must have one of `prompt`, `messages`, `prompt_token_ids`")
@@ -80,6 +90,22 @@ def _input_line(index: int, text: bytes) -> InputLine:
     elif "prompt" in fields and not isinstance(fields["prompt"], str):
         return InputLine(index, id, error="`prompt` must be a string; token ids go into `prompt_token_ids`")
     return InputLine(index, id, fields)
+
+
+def _unsendable(value: Any) -> str:
+    """Why a parsed value can't be written as JSON in UTF-8, to a server or a file; empty if it can."""
+    for _ in range(DEEPER_CALLS):
+        value = [value]
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return (
+            f"the line has half of a surrogate pair, \\u{ord(error.object[error.start]):04x}, which is no character: "
+            "write both halves, or the character itself"
+        )
+    except RecursionError:
+        return TOO_DEEP
+    return ""
 
 
 class OutputFile:

@@ -21,6 +21,8 @@ from firstlight.config import ENVIRONMENT_PREFIX, Options, unknown_variables
 
 ARGUMENTS = frozenset({"model"})
 """Fields that are given by position."""
+SECRETS = frozenset({"api_key"})
+"""Fields whose values no error repeats."""
 
 Kind = TypeVar("Kind", bound=Options)
 
@@ -84,7 +86,8 @@ def error_lines(error: ValidationError) -> list[str]:
             lines.append(f"{option} is missing: give it on the command line or as {variable}")
         else:
             message = item["msg"][:1].lower() + item["msg"][1:]
-            lines.append(f"{option} (or {variable}): {message}; it is {item['input']!r}")
+            shown = "" if name in SECRETS else f"; it is {item['input']!r}"
+            lines.append(f"{option} (or {variable}): {message}{shown}")
     return lines
 
 

@@ -15,6 +15,7 @@ from firstlight.engine.graphs import DRAWS, StepGraphs, draw_tokens
 from firstlight.engine.loading import BoundModel
 from firstlight.engine.request_table import RequestTable
 from firstlight.engine.upload import upload
+from firstlight.errors import FirstlightError
 from firstlight.scheduling.plan import CHUNK, Move, MoveKind, Place, StepPlan, StepResult
 from firstlight.step import Bucket
 
@@ -65,7 +66,13 @@ class Executor:
         self.loaded, self.pool = loaded, pool
         # A request never has more pages than there are, however long a context the model allows.
         columns = min(-(-loaded.max_context // pool.page_size), pool.pages)
-        self.table = RequestTable(rows + 1, columns, loaded.device)
+        try:
+            self.table = RequestTable(rows + 1, columns, loaded.device)
+        except RuntimeError as error:  # an allocator's; torch's own OutOfMemoryError is one
+            raise FirstlightError(
+                f"--max-running {rows}: {loaded.device} has no memory for a table of so many requests with {columns:,} pages "
+                "each; lower it, or --max-context"
+            ) from error
         self.stream = torch.cuda.Stream(loaded.device) if loaded.device.type == "cuda" else None
         if poison:
             pool.poison(range(pool.pages), range(pool.slots))

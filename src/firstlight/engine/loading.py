@@ -262,13 +262,22 @@ def checkpoint_bytes(options: EngineOptions) -> int | None:
 
 
 def allocate_caches(loaded: BoundModel, geometry: CacheGeometry) -> CachePool:
-    """The pools of a geometry, bound to the model; one more row each for the null page and slot."""
-    pool = CachePool(
-        caches(loaded.model),
-        pages=geometry.pages + 1,
-        slots=geometry.slots + 1 if geometry.has_state else 0,
-        page_size=geometry.page_size,
-        device=loaded.device,
-    )
+    """The pools of a geometry, bound to the model; one more row each for the null page and slot.
+
+    Raises FirstlightError if the device has no such memory.
+    """
+    try:
+        pool = CachePool(
+            caches(loaded.model),
+            pages=geometry.pages + 1,
+            slots=geometry.slots + 1 if geometry.has_state else 0,
+            page_size=geometry.page_size,
+            device=loaded.device,
+        )
+    except RuntimeError as error:  # an allocator's; torch's own OutOfMemoryError is one
+        memory = (geometry.pages + 1) * geometry.page_bytes + geometry.slots * geometry.slot_bytes
+        raise FirstlightError(
+            f"--cache-gib: {loaded.device} can't give {memory / 2**30:.1f} GiB for pages and state slots; ask for less"
+        ) from error
     bind_caches(loaded.model, pool)
     return pool

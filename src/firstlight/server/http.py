@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import uvicorn
 
@@ -50,6 +50,7 @@ async def run(
     process: EngineProcess,
     started: Started,
     tokenizer: Tokenizer | None,
+    stop_token_ids: Iterable[int],
     listener: socket.socket,
     engine_options: EngineOptions,
     server_options: ServerOptions,
@@ -57,7 +58,7 @@ async def run(
     """Serve on `listener` until a signal, then drain. Raises EngineFailedError if the engine died."""
     name = server_options.served_name or model_name(engine_options.model)
     limit = engine_options.max_running + server_options.max_waiting
-    service = open_service(process, started, tokenizer, name, engine_options.seed, limit)
+    service = open_service(process, started, tokenizer, stop_token_ids, name, engine_options.seed, limit)
     config = uvicorn.Config(
         create_app(service, server_options, int(time.time())),
         lifespan="off",

@@ -35,13 +35,13 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions, engine: 
     with listener, EngineProcess(engine_options, engine) as process:
         from firstlight.server.http import run  # slow to import, while the engine loads
         from firstlight.server.service import NO_TOKENIZER
-        from firstlight.weights.tokenizer import load_tokenizer
+        from firstlight.weights.tokenizer import load_tokenizer_and_stops
 
-        tokenizer = load_tokenizer(engine_options.model)
+        tokenizer, stops = load_tokenizer_and_stops(engine_options.model)
         if tokenizer is None:
             logger.warning(NO_TOKENIZER)
         started = process.wait_started()
-        asyncio.run(run(process, started, tokenizer, listener, engine_options, server_options))
+        asyncio.run(run(process, started, tokenizer, stops, listener, engine_options, server_options))
 
 
 def listen(options: ServerOptions) -> socket.socket:

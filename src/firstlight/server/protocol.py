@@ -6,9 +6,9 @@ Types are strict (the string "5" is no number), fields that nobody knows are ref
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -240,5 +240,5 @@ def _shown(value: Any) -> str:
 
 
 def load(kind: type[Request], fields: dict[str, Any]) -> Request:
-    """The request in an object that is already parsed, as `parse`."""
-    return parse(kind, msgspec.json.encode(fields))
+    """The request in an object that is already parsed, as `parse`: NaN, which some parsers let through, is refused too."""
+    return parse(kind, json.dumps(fields, ensure_ascii=False).encode())

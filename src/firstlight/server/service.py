@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -53,6 +53,7 @@ class Service:
     """One model behind an engine.
 
     tokenizer: None for checkpoints without one; then prompts are token ids and answers too.
+    stop_token_ids: they end an answer, unless a request ignores them.
     seed: from it and a counter come the seeds of requests that bring none.
     """
 
@@ -62,6 +63,7 @@ class Service:
         metrics: Metrics,
         started: Started,
         tokenizer: Tokenizer | None,
+        stop_token_ids: Iterable[int],
         name: str,
         seed: int,
     ) -> None:
@@ -71,6 +73,8 @@ class Service:
         self.tokenizer = tokenizer
         self.max_context = started.max_context
         self.vocab_size = started.vocab_size
+        # A checkpoint may declare ids that its model can't generate, and even ones too large for a message.
+        self.stop_token_ids = frozenset(id for id in stop_token_ids if id < self.vocab_size)
         self.facts = started.facts
         self._seed = seed
         self._unseeded = itertools.count()
@@ -195,8 +199,8 @@ class Service:
     ) -> Job:
         stop_token_ids = set(request.stop_token_ids or ())
         self._check_ids(sorted(stop_token_ids), "stop_token_ids")
-        if self.tokenizer is not None and not request.ignore_eos:
-            stop_token_ids.update(self.tokenizer.stop_token_ids)
+        if not request.ignore_eos:
+            stop_token_ids |= self.stop_token_ids
         base = SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_k=max(request.top_k or 0, 0),

@@ -24,6 +24,8 @@ from firstlight.weights.strict_json import parse_json_object, read_bytes, read_j
 from firstlight.weights.text_stream import ByteLevelText, IncrementalText, WindowText
 
 MAX_TOKENIZER_BYTES = 200_000_000
+GGUF_STOPS = ("eos", "eot", "eom")
+"""Tokens that end an answer: `tokenizer.ggml.<name>_token_id`."""
 
 
 class Tokenizer:
@@ -163,10 +165,25 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
     Raises CheckpointError or TokenizerError, naming the file, if there is no checkpoint, or its tokenizer is malformed
     or of an unsupported kind.
     """
+    return load_tokenizer_and_stops(path)[0]
+
+
+def load_tokenizer_and_stops(path: str | Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
+    """The tokenizer of the checkpoint at a path, as `load_tokenizer`, and the token ids that end its answers.
+
+    A checkpoint without a tokenizer declares those too: its answers end where the model ends them.
+    """
     location = locate(path)
     if location.gguf is not None:
-        return tokenizer_from_gguf(GgufFile(location.gguf).metadata, location.gguf)
-    return tokenizer_from_directory(location.directory, *location.read_configs())
+        metadata = GgufFile(location.gguf).metadata
+        tokenizer = tokenizer_from_gguf(metadata, location.gguf)
+        # Without a vocabulary there is nothing to check them against.
+        declared = [id for key in GGUF_STOPS for id in _ids(metadata.get(f"tokenizer.ggml.{key}_token_id"))]
+    else:
+        config, generation = location.read_configs()
+        tokenizer = tokenizer_from_directory(location.directory, config, generation)
+        declared = declared_stops(config, generation)
+    return tokenizer, tuple(dict.fromkeys(declared)) if tokenizer is None else tokenizer.stop_token_ids
 
 
 def tokenizer_from_directory(
@@ -185,7 +202,7 @@ def tokenizer_from_directory(
     options_path = directory / "tokenizer_config.json"
     options = read_json_object(options_path, MAX_CONFIG_BYTES) if options_path.exists() else {}
     special_tokens = {name: text for name, value in options.items() if (text := _token_text(name, value)) is not None}
-    stop = _ids(generation.get("eos_token_id")) or _ids(_text_config(config).get("eos_token_id"))
+    stop = declared_stops(config, generation)
     tokenizer = Tokenizer(backend, stop, special_tokens, _template_in(directory, options))
     if tokenizer.eos_token_id is not None:
         tokenizer.stop_token_ids = tuple(dict.fromkeys((*stop, tokenizer.eos_token_id)))
@@ -217,11 +234,16 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer | 
     special_tokens = {
         name: tokens[token] for key, name in names.items() if (token := special_token(metadata, key, path)) is not None
     }
-    stop = [token for key in ("eos", "eot", "eom") if (token := special_token(metadata, key, path)) is not None]
+    stop = [token for key in GGUF_STOPS if (token := special_token(metadata, key, path)) is not None]
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{path}: tokenizer.chat_template is not a string")
     return Tokenizer(backend, stop, special_tokens, template)
+
+
+def declared_stops(config: Mapping[str, Any], generation: Mapping[str, Any]) -> list[int]:
+    """The ids that end an answer, of generation_config.json, or else of config.json; an id or a list in either."""
+    return _ids(generation.get("eos_token_id")) or _ids(_text_config(config).get("eos_token_id"))
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
