@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 ENVIRONMENT_PREFIX = "FIRSTLIGHT_"
 LARGEST_SEED = (1 << 63) - 1
@@ -25,7 +25,8 @@ MOST_GIB = 1_048_576
 class Options(BaseModel):
     """A frozen set of options; unknown names are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # No option means anything by infinity or by no number at all, and what reckons with one fails far from the option.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def load(cls, given: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Self:
@@ -217,14 +218,31 @@ class Span:
         return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
 
 
-def _positive(span: Span) -> Span:
-    if span.low < 1:
-        raise ValueError("must be at least 1")
-    return span
+LARGEST_TOKEN_ID = 2**31 - 1
+"""Prompts are kept as 32-bit ids."""
+MOST_TOKENS = 2**24
+"""In a prompt or an answer of a benchmark: more than any model reads, and no more than memory holds."""
+MOST_REQUESTS = 10**7
+"""In a benchmark, which makes them all before it begins."""
 
 
-SpanOption = Annotated[Span, BeforeValidator(Span.parse)]
-PositiveSpanOption = Annotated[Span, AfterValidator(_positive), BeforeValidator(Span.parse)]
+def _spans(low: int, high: int) -> BeforeValidator:
+    """Parses spans between bounds, both included. Before pydantic's own check, so that errors show what was given."""
+
+    def parsed(value: Any) -> Any:
+        span = Span.parse(value)
+        if span is not None and span.low < low:
+            raise ValueError(f"must be at least {low}")
+        if span is not None and span.high > high:
+            raise ValueError(f"must be at most {high}")
+        return span
+
+    return BeforeValidator(parsed)
+
+
+TokenIdsOption = Annotated[Span, _spans(0, LARGEST_TOKEN_ID)]
+TokensOption = Annotated[Span, _spans(1, MOST_TOKENS)]
+TurnsOption = Annotated[Span, _spans(1, MOST_REQUESTS)]
 
 
 class BenchOptions(Options):
@@ -263,20 +281,25 @@ class BenchOptions(Options):
     requests: int = Field(
         0,
         ge=0,
+        le=MOST_REQUESTS,
         description="Requests (conversations, with --turns); 0: a trace's lines; else 4 x --concurrency, "
         "or 100 with --rate.",
     )
-    warm_up: int = Field(1, ge=0, description="Requests before the clock starts, which count for nothing.")
-    input_tokens: PositiveSpanOption = Field(
+    warm_up: int = Field(
+        1, ge=0, le=MOST_REQUESTS, description="Requests before the clock starts, which count for nothing."
+    )
+    input_tokens: TokensOption = Field(
         Span(512, 512), description="Random tokens of a prompt: a number, or LOW-HIGH, drawn uniformly."
     )
-    output_tokens: PositiveSpanOption = Field(Span(128, 128), description="Tokens of an answer, likewise.")
-    token_range: SpanOption | None = Field(
+    output_tokens: TokensOption = Field(Span(128, 128), description="Tokens of an answer, likewise.")
+    token_range: TokenIdsOption | None = Field(
         None, description="Random prompts have token ids of LOW-HIGH; default: the vocabulary of tokenizer or server."
     )
-    prefix_tokens: int = Field(0, ge=0, description="Tokens before them that a group of requests has in common.")
-    prefix_groups: int = Field(1, ge=1, description="Groups, each with a prefix of its own.")
-    turns: PositiveSpanOption = Field(
+    prefix_tokens: int = Field(
+        0, ge=0, le=MOST_TOKENS, description="Tokens before them that a group of requests has in common."
+    )
+    prefix_groups: int = Field(1, ge=1, le=MOST_REQUESTS, description="Groups, each with a prefix of its own.")
+    turns: TurnsOption = Field(
         Span(1, 1), description="Turns of a conversation: each brings new tokens, and repeats all that was said."
     )
     think_seconds: float = Field(0.0, ge=0, description="Pause between an answer and the next turn.")
@@ -293,7 +316,9 @@ class BenchOptions(Options):
     )
     timeout_seconds: float = Field(1800.0, gt=0, description="A request that takes longer has failed.")
     seed: int = Field(0, ge=0, description="Of prompts, lengths and arrivals; the same seed is the same load.")
-    gpus: int = Field(1, ge=1, description="GPUs behind the server, for throughput by GPU in the JSON.")
+    gpus: int = Field(
+        1, ge=1, le=MOST_REQUESTS, description="GPUs behind the server, for throughput by GPU in the JSON."
+    )
 
 
 class PluginOptions(Options):

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from firstlight.bench.arrivals import arrival_times
+from firstlight.bench.bench import _vocabulary
 from firstlight.bench.errors import BenchError
 from firstlight.bench.prompts import (
     ARRIVALS,
@@ -25,6 +27,7 @@ from firstlight.bench.prompts import (
     make_warm_up,
 )
 from firstlight.bench.trace import read_trace
+from firstlight.cli.options import error_lines
 from firstlight.config import BenchOptions, Span
 
 VOCABULARY = Span(5, 99)
@@ -136,6 +139,67 @@ def test_an_unknown_vocabulary_is_an_error_with_a_way_out() -> None:
         make_sessions(options(), None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "most", "beyond"),
+    [
+        ("token_range", "0-2147483647", "0-5000000000"),
+        ("input_tokens", "16777216", "9999999999999"),
+        ("output_tokens", "1-16777216", "1-16777217"),
+        ("prefix_tokens", "16777216", "9999999999999"),
+        ("requests", "10000000", "99999999999999"),
+        ("warm_up", "10000000", "99999999999999"),
+        ("prefix_groups", "10000000", "10000000000000"),
+        ("turns", "1-10000000", "1-99999999999999"),
+        ("timeout_seconds", "1e9", "inf"),
+        ("think_seconds", "1e9", "inf"),
+        ("rate", "1e9", "nan"),
+        ("burstiness", "1e9", "inf"),
+        ("temperature", "2", "nan"),
+    ],
+)
+def test_numbers_beyond_what_can_be_made_are_refused_by_option(name: str, most: str, beyond: str) -> None:
+    options(**{name: most})
+    with pytest.raises(ValidationError) as caught:
+        options(**{name: beyond})
+    [line] = error_lines(caught.value)
+    assert line.startswith(f"--{name.replace('_', '-')} (or ")
+    assert line.endswith(f"it is {beyond!r}")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"requests": 10**7, "turns": "1-2"}, "--turns 1-2: with 10000000 conversations up to 20000000 requests"),
+        ({"requests": 10**6, "input_tokens": "5000"}, "--input-tokens 5000: .* up to 5000000000 tokens in all"),
+        ({"requests": 1, "prefix_tokens": 10**4, "prefix_groups": 10**6}, "--prefix-tokens 10000 of 1000000 groups"),
+        ({"requests": 1, "rate": 1e-320}, "--rate 1e-320 --burstiness 1.0: .* too small"),
+        ({"requests": 1, "rate": 1e-200, "burstiness": 1e-200}, "--rate 1e-200 --burstiness 1e-200: .* too small"),
+    ],
+)
+def test_loads_that_are_too_large_only_in_all_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        sessions(**values)
+
+
+def test_traces_that_are_too_large_only_in_all_are_refused(tmp_path: Path) -> None:
+    lines = read_trace(trace(tmp_path, *[{"input_tokens": 2**24}] * 257))
+    with pytest.raises(BenchError, match=r"--trace x.jsonl: the `input_tokens` of 257 lines are 4311744512 in all"):
+        make_sessions(options(trace="x.jsonl"), lines, None, VOCABULARY)
+
+
+@pytest.mark.parametrize("size", [0, "many", 10**12])
+def test_a_vocabulary_that_a_server_cannot_have_is_an_error(size: Any) -> None:
+    assert _vocabulary(options(), None, {"vocab_size": 2**31}) == Span(0, 2**31 - 1)
+    with pytest.raises(BenchError, match=f"its vocabulary has {size!r} tokens; give --token-range"):
+        _vocabulary(options(), None, {"vocab_size": size})
+
+
+def test_a_range_beyond_the_tokenizers_ids_costs_nothing() -> None:
+    [one] = make_sessions(options(requests=1, input_tokens=9), None, Letters(), Span(0, 2**31 - 1))
+    assert isinstance(one.turns[0].prompt, str)
+    assert len(Letters().encode(one.turns[0].prompt)) == 9
+
+
 def test_warm_up_prompts_are_none_of_the_load() -> None:
     given = options(requests=5, warm_up=5, input_tokens=30, turns="2", prefix_tokens=10)
     warm = make_warm_up(given, None, None, VOCABULARY)
@@ -208,6 +272,10 @@ def test_a_trace_without_times_goes_by_the_options(tmp_path: Path) -> None:
         ([{"input_tokens": 4, "time_seconds": 3}, {"input_tokens": 4}], "1 of 2 lines"),
         ([""], "no line"),
         ([{"prompt_token_ids": []}], "length >= 1"),
+        ([{"prompt_token_ids": [2**31 - 1]}, {"prompt_token_ids": [3_000_000_000]}], "line 2: .*<= 2147483647"),
+        ([{"prompt_token_ids": [10**30]}], "line 1: "),
+        ([{"input_tokens": 9_999_999_999_999}], "line 1: .*<= 16777216"),
+        ([{"input_tokens": 4, "output_tokens": 10**30}], "line 1: "),
     ],
 )
 def test_wrong_traces_are_refused_by_line(tmp_path: Path, lines: list[Any], message: str) -> None:

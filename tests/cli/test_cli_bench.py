@@ -102,7 +102,8 @@ def test_failures_end_with_status_1_and_are_shown(server: RunningServer) -> None
         (["--slo", "ttft"], 1, "--slo"),
         (["--trace", "nowhere.jsonl"], 1, "nowhere.jsonl: No such file"),
         (["--tokenizer", "nowhere"], 1, "nowhere"),
-        (["--json", "/nowhere/x.json"], 1, "no folder /nowhere"),
+        (["--json", "/nowhere/x.json"], 1, "--json /nowhere/x.json: there is no folder /nowhere"),
+        (["--json", "/"], 1, "--json /: this is a directory"),
         (["--details"], 1, "give --json"),
     ],
 )

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TINY = Path(__file__).parents[1] / "tiny_configs"
 SMALL = ("--weights", "random", "--device", "cpu", "--max-running", "2", "--step-tokens", "32", "--max-context", "64")
 
@@ -37,6 +39,18 @@ def test_mistakes_are_explained(tmp_path):
     unasked = firstlight("calibrate", TINY / "llama.json", "--device", "cpu", "--out", tmp_path / "t.json")
     assert unasked.returncode == 1
     assert "no weights here; for random ones say --weights random" in unasked.stderr
-    nowhere = firstlight("calibrate", TINY / "llama.json", *SMALL, "--out", tmp_path / "no" / "t.json")
-    assert nowhere.returncode == 1
-    assert "--out" in nowhere.stderr
+    for out, reason in [(tmp_path / "no" / "t.json", "there is no folder"), (tmp_path, "this is a directory")]:
+        nowhere = firstlight("calibrate", TINY / "llama.json", *SMALL, "--out", out)
+        assert nowhere.returncode == 1
+        assert nowhere.stderr.startswith(f"firstlight: error: --out {out}: {reason}")
+        assert not nowhere.stdout  # nothing was measured
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_table_that_cannot_be_written_in_the_end_is_an_error_after_the_report():
+    full = firstlight("calibrate", TINY / "llama.json", *SMALL, "--only", "linear", "--out", "/dev/full")
+    assert full.returncode == 1
+    assert "calls timed" in full.stdout
+    assert "written to" not in full.stdout
+    assert "--out /dev/full: it can't be written: No space left on device" in full.stderr
+    assert "Traceback" not in full.stderr

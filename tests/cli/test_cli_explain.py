@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,12 @@ def explain(*arguments, columns=160, environment=None):
         capture_output=True,
         text=True,
         timeout=120,
-        env={"COLUMNS": str(columns), "PATH": "", **(environment or {})},
+        env={
+            "COLUMNS": str(columns),
+            "PATH": "",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),  # the package under test, not another that is installed
+            **(environment or {}),
+        },
     )
 
 
@@ -88,6 +94,21 @@ def test_mistakes_end_in_one_line(tmp_path):
         assert shown.returncode == 1
         assert reason in shown.stderr
         assert len(shown.stderr.strip().splitlines()) == 1
+
+
+def test_numbers_beyond_64_bits_are_refused_by_option_and_the_most_is_priced():
+    most = {"--context": 2**31 - 1, "--prompt": 2**31 - 1, "--prefill": 2**31 - 1, "--batch": 2**20, "--drafts": 2**10}
+    for option, number in {**most, "--tp": 2**16, "--dp": 2**16, "--ep": 2**16}.items():
+        for beyond in (number + 1, 10**21):
+            shown = explain(CONFIGS / "Qwen3-8B.json", option, beyond)
+            assert shown.returncode == 2
+            assert f"'{option}'" in shown.stderr
+            assert str(number) in shown.stderr
+    for more in ([], ["--bound"]):
+        shown = explain(CONFIGS / "Qwen3-8B.json", *(word for pair in most.items() for word in pair), *more)
+        assert shown.returncode == 0, shown.stderr
+        assert "80% interval" in shown.stdout
+        assert "nan" not in shown.stdout
 
 
 def test_the_environment_is_checked_as_by_other_commands():

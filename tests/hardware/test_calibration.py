@@ -44,7 +44,23 @@ def test_rows_are_read_with_their_sizes(tmp_path):
         ({"rows": [[1, 2, 4.5]]}, "needs 3 sizes"),
         ({"rows": [[1, 2, 3, 0.0]]}, "a time above 0"),
         ({"rows": [[1, 2, 3, 4.5], [1, 2, 3, 5.0]]}, "given twice"),
-        ({"axes": None}, "NoneType"),
+        ({"rows": [[1, 2, 3, 4.5, 6]]}, "needs 3 sizes"),
+        ({"rows": [[]]}, "needs 3 sizes"),
+        ({"rows": [[1, 2, 3, float("inf")]]}, "a time above 0"),
+        ({"rows": [[1, 2, 3, float("nan")]]}, "a time above 0"),
+        ({"rows": [[10**400, 2, 3, 4.5]]}, "table.json: "),
+        ({"rows": [1, 2, 3, 4.5]}, r"expected `array`, got `int` - at `\$.groups\[0\].rows\[0\]`"),
+        ({"rows": [[1, "2", 3, 4.5]]}, r"got `str` - at `\$.groups\[0\].rows"),
+        ({"rows": {}}, r"expected `array`, got `object` - at `\$.groups\[0\].rows`"),
+        ({"axes": None}, r"expected `array`, got `null` - at `\$.groups\[0\].axes`"),
+        ({"op": 7}, r"expected `str`, got `int` - at `\$.groups\[0\].op`"),
+        ({"fixed": [1]}, r"expected `object`, got `array` - at `\$.groups\[0\].fixed`"),
+        ({"rows": [[0, 2, 3, 4.5]]}, "tokens is 0; "),
+        ({"rows": [[1, -2, 3, 4.5]]}, "rows is -2; "),
+        ({"refused": [[float("nan"), 2, 3, "bad"]]}, "tokens is nan; "),
+        ({"axes": ["tokens"], "fixed": {"rows": float("inf")}, "rows": [[1, 4.5]]}, "rows is inf; "),
+        ({"refused": [[]]}, "needs 3 sizes and a reason"),
+        ({"refused": [["1", 2, 3, "bad"]]}, "needs 3 sizes and a reason"),
         ({"fixed": {"rows": 2}}, "rows is fixed and an axis"),
         ({"refused": [[1, 2, "bad"]]}, "needs 3 sizes and a reason"),
         ({"refused": [[1, 2, 3, "bad"]]}, "has a time as well"),
@@ -53,6 +69,28 @@ def test_rows_are_read_with_their_sizes(tmp_path):
 def test_bad_rows_are_refused(tmp_path, change, reason):
     with pytest.raises(CalibrationError, match=reason):
         read_table(write(tmp_path, {**GOOD, **change}))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{}", "missing required field `gpu`"),
+        ('{"gpu": "h200"}', "missing required field `groups`"),
+        ('{"gpu": "h200", "groups": {}}', r"expected `array`, got `object` - at `\$.groups`"),
+        ('{"gpu": "h200", "groups": ["linear"]}', r"expected `object`, got `str` - at `\$.groups\[0\]`"),
+        ('{"gpu": "h200", "groups": [], "versions": ["3.6"]}', r"got `array` - at `\$.versions`"),
+        ("[]", "expected `object`, got `array`"),
+        ("3", "expected `object`, got `int`"),
+        ("not JSON", "which is JSON"),
+        ("[" * 100_000, "which is JSON"),
+        (b"\xff\xfe", "which is JSON"),
+    ],
+)
+def test_what_is_no_table_is_said_to_be_none_and_why(tmp_path, content, reason):
+    path = tmp_path / "table.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(CalibrationError, match=f"{path}: not a table of `firstlight calibrate`, .*{reason}"):
+        read_table(path)
 
 
 def test_what_is_missing_is_named(tmp_path):

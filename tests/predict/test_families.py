@@ -8,9 +8,11 @@ import pytest
 from predict.priced import config, priced
 
 from firstlight.cli.explain import command
+from firstlight.errors import FirstlightError
+from firstlight.hardware import GPUS
 from firstlight.models.registry import FAMILIES, PREDICTED_ONLY
 from firstlight.nn.module import Module
-from firstlight.predict.layout import Layout, build
+from firstlight.predict.layout import Layout, build, step_model
 from firstlight.predict.memory import weight_bytes
 from firstlight.predict.shape import StepShape
 
@@ -58,6 +60,40 @@ def test_windows_stop_growing():
 def test_four_bit_experts_take_four_bits_and_their_scales():
     experts = 36 * 128 * 3 * 2880 * 2880
     assert weight_bytes(build(config("gpt-oss-120b"), Layout())) == pytest.approx(experts * 17 / 32 + 4.5e9, rel=0.02)
+
+
+def test_four_bits_of_another_family_are_refused_as_by_a_run():
+    for method in ("mxfp4", "awq"):
+        with pytest.raises(FirstlightError, match=f"quant_method '{method}' .* is not supported"):
+            build({**config("Qwen3-8B"), "quantization_config": {"quant_method": method}}, Layout())
+
+
+@pytest.mark.parametrize("given", ["fp8", ["fp8"], 8])
+@pytest.mark.parametrize("name", ["Qwen3-8B", "gpt-oss-120b"])
+def test_quantization_that_is_no_object_is_refused(name, given):
+    with pytest.raises(FirstlightError, match=r"quantization_config is .*; it must be an object"):
+        build({**config(name), "quantization_config": given}, Layout())
+
+
+@pytest.mark.parametrize("given", ["float99", "int8", "float64", "nn", "Tensor", ["bfloat16"], 16])
+def test_a_dtype_that_cannot_be_predicted_is_named_with_those_that_can(given):
+    raw = {key: value for key, value in config("Qwen3-8B").items() if key not in ("dtype", "torch_dtype")}
+    for key in ("dtype", "torch_dtype"):
+        with pytest.raises(FirstlightError) as caught:
+            build({**raw, key: given}, Layout())
+        assert str(caught.value) == (
+            f"config.json: dtype {str(given)!r} can't be predicted; "
+            "it must be one of bfloat16, float16, float32, or left out"
+        )
+
+
+def test_dtypes_that_can_be_predicted_are_the_models_own():
+    raw = {key: value for key, value in config("Qwen3-8B").items() if key not in ("dtype", "torch_dtype")}
+    plain = weight_bytes(build(raw, Layout()))
+    for name, times in (("bfloat16", 1), ("torch.float16", 1), ("float32", 2)):
+        model = build({**raw, "torch_dtype": name}, Layout())
+        assert weight_bytes(model) == times * plain
+        step_model(model, GPUS["h200"], Layout()).time(StepShape.of_decode(1, 4096))
 
 
 def test_linear_layers_keep_a_state_and_no_keys():

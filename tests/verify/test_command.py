@@ -96,12 +96,22 @@ def test_a_fault_ends_with_1_and_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
         ([LLAMA, "--weights", "random", "--layers", "-1"], "greater than or equal to 0"),
         ([LLAMA, "--weights", "random", "--op", "attention=magic"], "op attention has no provider 'magic'"),
         ([LLAMA, "--weights", "sometimes"], "--weights"),
+        ([LLAMA, "--weights", "random", "--json", "/"], "--json /: this is a directory"),
+        ([LLAMA, "--weights", "random", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: there is no folder"),
     ],
 )
 def test_what_cant_be_tried_ends_with_2(arguments: list[str], message: str) -> None:
     status, output = run(*arguments, "--device", "cpu")
     assert status == 2
     assert message in output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_findings_that_cannot_be_written_are_no_fault() -> None:
+    status, output = run(LLAMA, "--weights", "random", "--device", "cpu", "--layers", "1", "--json", "/dev/full")
+    assert status == 2
+    assert "OK: every module agrees with transformers" in output
+    assert "--json /dev/full: it can't be written: No space left on device" in output
 
 
 def test_layers_of_a_checkpoint_can_be_cut(tmp_path: Path) -> None:

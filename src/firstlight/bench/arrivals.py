@@ -9,9 +9,14 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Gen
     """Seconds from the start at which `count` requests arrive, `rate` a second on average.
 
     The times between arrivals are independent and gamma distributed with shape `burstiness`: 1 is exponential, a
-    Poisson process; the coefficient of variation is 1 / sqrt(burstiness). Raises ValueError unless both are positive.
+    Poisson process; the coefficient of variation is 1 / sqrt(burstiness). Raises ValueError unless both are positive,
+    and for times beyond what numbers can say.
     """
     if rate <= 0 or burstiness <= 0:
         raise ValueError(f"rate is {rate}, burstiness {burstiness}; both must be positive")
-    gaps = rng.gamma(burstiness, 1 / (rate * burstiness), count)
-    return [float(time) for time in np.cumsum(gaps)]
+    with np.errstate(all="ignore"):  # checked below
+        gaps = rng.gamma(burstiness, np.float64(1) / np.float64(rate * burstiness), count)
+        times = np.cumsum(gaps)
+    if not np.isfinite(times).all():
+        raise ValueError(f"rate is {rate}, burstiness {burstiness}; too small to reckon times of arrival with")
+    return [float(time) for time in times]

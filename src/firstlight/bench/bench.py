@@ -13,7 +13,7 @@ from firstlight.bench.outcome import Outcome
 from firstlight.bench.prompts import Codec, make_sessions, make_warm_up
 from firstlight.bench.report import as_json
 from firstlight.bench.trace import read_trace
-from firstlight.config import BenchOptions, Span
+from firstlight.config import LARGEST_TOKEN_ID, BenchOptions, Span
 
 
 class Watcher(Protocol):
@@ -86,6 +86,6 @@ def _vocabulary(options: BenchOptions, codec: Codec | None, model: dict[str, Any
     size = codec.vocab_size if codec is not None else model.get("vocab_size")
     if size is None:
         return None
-    if not isinstance(size, int) or size < 1:
+    if not isinstance(size, int) or not 1 <= size <= LARGEST_TOKEN_ID + 1:
         raise BenchError(f"the server says that its vocabulary has {size!r} tokens; give --token-range")
     return Span(0, size - 1)

@@ -21,6 +21,18 @@ from firstlight.config import BenchOptions
 
 KEEP_ALIVE_SECONDS = 4.0
 """Idle connections are closed before common servers do (after 5 s), so that none is used that is being closed."""
+_PROMPTS = "--input-tokens and --trace say what is asked"
+_LENGTHS = "--output-tokens, or `output_tokens` in a --trace, says how long answers are"
+_STREAMED = "answers are always streamed, with their usage, or there would be nothing to time; leave it out"
+TAKEN = {
+    "prompt": _PROMPTS,
+    "messages": _PROMPTS,
+    "max_tokens": _LENGTHS,
+    "max_completion_tokens": _LENGTHS,
+    "stream": _STREAMED,
+    "stream_options": _STREAMED,
+}
+"""Fields that --field can't set, by what does."""
 MAX_ERROR_BYTES = 4096
 """Of the body of an answer that is an error."""
 
@@ -168,6 +180,8 @@ def base_url(url: str) -> str:
 def _field(text: str) -> tuple[str, Any]:
     """NAME=JSON as a pair. Raises BenchError."""
     name, equals, value = text.partition("=")
+    if name in TAKEN:
+        raise BenchError(f"--field {text}: each request has its own `{name}`: {TAKEN[name]}")
     try:
         if not name or not equals:
             raise ValueError("no `=`")

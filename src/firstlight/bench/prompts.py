@@ -17,7 +17,7 @@ import numpy.typing as npt
 from firstlight.bench.arrivals import arrival_times
 from firstlight.bench.errors import BenchError
 from firstlight.bench.trace import TraceLine
-from firstlight.config import BenchOptions, Span
+from firstlight.config import MOST_REQUESTS, BenchOptions, Span
 
 Ids = npt.NDArray[np.int32]
 Prompt = Ids | str | list[dict[str, Any]]
@@ -26,6 +26,8 @@ Prompt = Ids | str | list[dict[str, Any]]
 OPEN_LOOP_REQUESTS = 100
 CLOSED_LOOP_MULTIPLE = 4
 """Requests of a load by default."""
+MOST_PROMPT_TOKENS = 2**32
+"""Of all prompts of a load, which are in memory before it begins: 16 GiB."""
 TEXT_TRIES = 30
 """How often a text is changed to get its length right."""
 TEXT_POOL = 4096
@@ -96,7 +98,10 @@ def make_sessions(
         turns = _random_turns(options, count, options.seed, codec, vocabulary)
         due = [None] * count
     if options.rate:
-        due = [*arrival_times(count, options.rate, options.burstiness, generator(options.seed, ARRIVALS))]
+        try:
+            due = [*arrival_times(count, options.rate, options.burstiness, generator(options.seed, ARRIVALS))]
+        except ValueError as error:
+            raise BenchError(f"--rate {options.rate} --burstiness {options.burstiness}: {error}") from None
     return [Session(*session) for session in zip(turns, due, strict=True)]
 
 
@@ -121,6 +126,7 @@ def _random_turns(
     options: BenchOptions, count: int, seed: int, codec: Codec | None, vocabulary: Span | None
 ) -> list[tuple[Turn, ...]]:
     """Random sessions: the first turn of each begins with its group's prefix."""
+    _refuse_more_than_memory(options, count)
     ids = _IdSource(seed, vocabulary)
     if codec is not None:
         ids.keep_texts(codec)
@@ -139,11 +145,35 @@ def _random_turns(
     return sessions
 
 
+def _refuse_more_than_memory(options: BenchOptions, count: int) -> None:
+    """Raises BenchError for a load that is too large only in all: each option by itself is within its bounds."""
+    requests = count * options.turns.high
+    if requests > MOST_REQUESTS:
+        raise BenchError(
+            f"--turns {options.turns}: with {count} conversations up to {requests} requests, of which a load has at most "
+            f"{MOST_REQUESTS}; give fewer --requests or --turns"
+        )
+    prefixes = (count + options.prefix_groups) * options.prefix_tokens
+    tokens = requests * options.input_tokens.high + prefixes
+    if tokens > MOST_PROMPT_TOKENS:
+        raise BenchError(
+            f"--input-tokens {options.input_tokens}: with {requests} requests and --prefix-tokens {options.prefix_tokens} of "
+            f"{options.prefix_groups} groups, prompts have up to {tokens} tokens in all, and at most {MOST_PROMPT_TOKENS} are "
+            "kept in memory; give fewer or shorter ones"
+        )
+
+
 def _trace_turns(
     options: BenchOptions, lines: Sequence[TraceLine], codec: Codec | None, vocabulary: Span | None
 ) -> list[Turn]:
     lengths = generator(options.seed, LENGTHS)
     ids = _IdSource(options.seed, vocabulary)
+    tokens = sum(line.input_tokens or 0 for line in lines)
+    if tokens > MOST_PROMPT_TOKENS:
+        raise BenchError(
+            f"--trace {options.trace}: the `input_tokens` of {len(lines)} lines are {tokens} in all, and at most "
+            f"{MOST_PROMPT_TOKENS} are kept in memory; give fewer --requests"
+        )
     if codec is not None and any(line.input_tokens for line in lines):
         ids.keep_texts(codec)
     turns = []
@@ -220,7 +250,8 @@ class _IdSource:
         Raises BenchError when there is no such id.
         """
         known = self._known()
-        candidates = np.arange(known.low, known.high + 1, dtype=np.int32)
+        # Beyond the tokenizer's own ids there is no text, and a range may go on for billions.
+        candidates = np.arange(known.low, min(known.high + 1, codec.vocab_size), dtype=np.int32)
         empty = len(codec.encode(""))
         pool: list[int] = []
         for id in self._rng.permutation(candidates).tolist():

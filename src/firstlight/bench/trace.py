@@ -16,18 +16,20 @@ from typing import Annotated, Any
 import msgspec
 
 from firstlight.bench.errors import BenchError
+from firstlight.config import LARGEST_TOKEN_ID, MOST_TOKENS
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_TOKEN_ID)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 
 
 class TraceLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request. Of the first four, exactly one is set. output_tokens: None for what --output-tokens says."""
 
     prompt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    prompt_token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)] | None = None
+    prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)] | None = None
-    input_tokens: Positive | None = None
-    output_tokens: Positive | None = None
+    input_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
     time_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
     @property

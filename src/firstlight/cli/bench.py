@@ -44,12 +44,13 @@ def command(
 
     from firstlight.bench.bench import bench
     from firstlight.bench.report import show
+    from firstlight.cli.output_file import check_output, write_output
     from firstlight.cli.tables import table_console
     from firstlight.errors import FirstlightError
 
-    if json is not None and not json.parent.is_dir():
-        raise FirstlightError(f"--json {json}: there is no folder {json.parent}")
-    if details and json is None:
+    if json is not None:
+        check_output("--json", json)
+    elif details:
         raise FirstlightError("--details: they are written to the JSON; give --json FILE")
     codec = _codec(options)
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[state]}"))
@@ -60,7 +61,8 @@ def command(
     if json is not None:
         import msgspec
 
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(result.as_json(details)), indent=1) + b"\n")
+        figures = msgspec.json.encode(result.as_json(details))
+        write_output("--json", json, msgspec.json.format(figures, indent=1) + b"\n")
     if result.summary.failed:
         raise typer.Exit(1)
 

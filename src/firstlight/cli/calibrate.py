@@ -34,18 +34,17 @@ def command(
 
     from firstlight.calibrate.report import failures, scratch_lines
     from firstlight.calibrate.run import calibrate, table_text, weights_of
+    from firstlight.cli.output_file import check_output, write_output
     from firstlight.errors import FirstlightError
     from firstlight.ops import REGISTRY
 
     for name in only or ():
         if name not in REGISTRY:
             raise FirstlightError(f"--only {name}: no such op; there are {', '.join(sorted(REGISTRY))}")
-    if not out.parent.is_dir():
-        raise FirstlightError(f"--out {out}: there is no directory {out.parent}")
+    check_output("--out", out)
     errors, start = Console(stderr=True), perf_counter()
     with errors.status("") as status:
         made = calibrate(options, only or (), minutes * 60, status.update)
-    out.write_text(table_text(made.table))
     console = Console(soft_wrap=True, highlight=False)
     for line in (*failures(made.results), *scratch_lines(made.scratch)):
         console.print(line, markup=False)
@@ -54,6 +53,8 @@ def command(
     timed = sum(result.seconds > 0 for result in made.results)
     console.print(
         f"{timed} calls timed, {len(made.results) - timed} refused, with {weights_of(options)}, "
-        f"in {perf_counter() - start:.0f} s; written to {out}",
+        f"in {perf_counter() - start:.0f} s",
         markup=False,
     )
+    write_output("--out", out, table_text(made.table))
+    console.print(f"written to {out}", markup=False)

@@ -9,6 +9,10 @@ import typer
 from firstlight.cli.options import load, options_of
 from firstlight.config import EngineOptions, ExplainOptions
 
+MOST_TOKENS = 2**31 - 1
+MOST_REQUESTS, MOST_DRAFTS, MOST_RANKS = 2**20, 2**10, 2**16
+"""Together still a step whose tensors have sizes and bytes within 64 bits."""
+
 
 @options_of(ExplainOptions)
 def command(
@@ -16,13 +20,23 @@ def command(
     gpu: Annotated[
         str, typer.Option(help="A described GPU: h20, h100, h200, h800, b200, gb300, mi300x, mi355x, ...")
     ] = "h200",
-    batch: Annotated[int, typer.Option(min=0, help="Requests that decode in the step, on each attention replica.")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each of them, with this step.")] = 4096,
-    prefill: Annotated[int, typer.Option(min=0, help="New prompt tokens in the step beside them.")] = 0,
-    prompt: Annotated[int, typer.Option(min=1, help="Length of the prompts that those belong to.")] = 4096,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks that split every layer.")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="Replicas of the attention part.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Ranks that experts are spread over; divides tp x dp.")] = 1,
+    batch: Annotated[
+        int, typer.Option(min=0, max=MOST_REQUESTS, help="Requests that decode in the step, on each attention replica.")
+    ] = 1,
+    context: Annotated[
+        int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens of each of them, with this step.")
+    ] = 4096,
+    prefill: Annotated[
+        int, typer.Option(min=0, max=MOST_TOKENS, help="New prompt tokens in the step beside them.")
+    ] = 0,
+    prompt: Annotated[
+        int, typer.Option(min=1, max=MOST_TOKENS, help="Length of the prompts that those belong to.")
+    ] = 4096,
+    tp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks that split every layer.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Replicas of the attention part.")] = 1,
+    ep: Annotated[
+        int, typer.Option(min=1, max=MOST_RANKS, help="Ranks that experts are spread over; divides tp x dp.")
+    ] = 1,
     fp8_kv: Annotated[
         bool, typer.Option("--fp8-kv", help="KV cache in FP8, as a run with --kv-dtype float8_e4m3fn.")
     ] = False,
@@ -39,7 +53,7 @@ def command(
     skew: Annotated[
         float, typer.Option(min=0, help="Routing: the i-th expert is i^-SKEW as popular; 0: uniform.")
     ] = 0.0,
-    drafts: Annotated[int, typer.Option(min=0, help="Draft tokens verified in each step.")] = 0,
+    drafts: Annotated[int, typer.Option(min=0, max=MOST_DRAFTS, help="Draft tokens verified in each step.")] = 0,
     acceptance: Annotated[
         float, typer.Option(min=0, max=1, help="Chance that a draft is right if those before were.")
     ] = 0.8,

@@ -22,10 +22,10 @@ def command(
 ) -> None:
     """Time a step of the engine op by op, and say who computes each, and how near its floor it is."""
     options = load(EngineOptions, given)
-    from firstlight.errors import FirstlightError
+    from firstlight.cli.output_file import check_output, write_output
 
-    if json is not None and not json.parent.is_dir():
-        raise FirstlightError(f"--json {json}: there is no directory {json.parent}")
+    if json is not None:
+        check_output("--json", json)
     from firstlight.calibrate.profile import profile
     from firstlight.calibrate.profile_report import profile_json, profile_report
     from firstlight.cli.tables import table_console
@@ -40,4 +40,4 @@ def command(
     for part in profile_report(made, engine.loaded.hardware, why=why):
         console.print(part)
     if json is not None:
-        json.write_text(profile_json(made))
+        write_output("--json", json, profile_json(made))

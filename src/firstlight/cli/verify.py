@@ -25,13 +25,21 @@ def command(
     options = load(VerifyOptions, given)
     from rich.console import Console
 
+    from firstlight.cli.output_file import check_output, write_output
     from firstlight.errors import FirstlightError
     from firstlight.verify.opening import model_name, open_subject
     from firstlight.verify.report import as_json, full_table, summary_table, verdict
     from firstlight.verify.run import verify
 
     errors = Console(stderr=True)
+
+    def give_up(error: Exception) -> typer.Exit:
+        errors.print(f"firstlight: error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return typer.Exit(2)  # not 1, which says that a fault was found
+
     try:
+        if json is not None:
+            check_output("--json", json)
         with errors.status("loading the model") as status:
             subject = open_subject(
                 options.model,
@@ -44,8 +52,7 @@ def command(
             )
             findings = verify(subject, progress=status.update)
     except (FirstlightError, ValueError, RuntimeError) as error:
-        errors.print(f"firstlight: error: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        raise give_up(error) from None
     name = model_name(options.model)
     report = as_json(name, subject, findings)
     console = Console()
@@ -59,6 +66,9 @@ def command(
     if json is not None:
         from json import dumps
 
-        json.write_text(dumps(report, indent=1) + "\n")
+        try:
+            write_output("--json", json, dumps(report, indent=1) + "\n")
+        except FirstlightError as error:
+            raise give_up(error) from None
     if not report["ok"]:
         raise typer.Exit(1)

@@ -19,7 +19,7 @@ from firstlight.hardware import Hardware, detect
 from firstlight.models import CausalModel, build_model, family
 from firstlight.models.activations import planned_bytes
 from firstlight.models.buckets import bucket_ladder, resolve_options
-from firstlight.models.config import text_section
+from firstlight.models.config import own_dtype
 from firstlight.models.registry import refuse_predicted_only
 from firstlight.models.walk import bind_caches, bind_model
 from firstlight.nn.module import caches
@@ -82,12 +82,11 @@ def resolve_dtype(option: str, config: Mapping[str, Any], hardware: Hardware) ->
 
     A checkpoint that names none (GGUF) runs in bfloat16 where the hardware multiplies it, else in float32.
     """
-    text = text_section(config)
-    own = text.get("dtype") or text.get("torch_dtype")
+    own = own_dtype(config)
     if option == "auto" and own is None:
         return torch.bfloat16 if hardware.kind != "cpu" or hardware.has("avx512_bf16") else torch.float32
-    name = str(own) if option == "auto" else option
-    dtype = getattr(torch, name.removeprefix("torch."), None)
+    name = own or "" if option == "auto" else option
+    dtype = getattr(torch, name, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise FirstlightError(f"config.json: dtype {name!r} can't be run; use --dtype float32, bfloat16 or float16")
     return dtype

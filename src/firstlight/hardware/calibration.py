@@ -20,17 +20,47 @@ them (the least possible time over the measured one), never latencies. `tables/c
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
+
+import msgspec
 
 from firstlight.hardware.description import Hardware
 
 TABLES = Path(__file__).parent / "tables"
 CALIBRATED = TABLES / "calibrated"
 REQUIRED = ("op", "provider", "format", "source", "axes", "rows")
+
+
+class _Group(TypedDict, total=False):
+    """A group as it stands in a file; `REQUIRED` says what it can't do without."""
+
+    op: str
+    label: str
+    provider: str
+    format: str
+    source: str
+    axes: list[str]
+    fixed: dict[str, int | float]
+    rows: list[list[int | float]]
+    refused: list[list[int | float | str]]
+    includes: str
+    versions: dict[str, str]
+    dtype: str
+
+
+class _Content(TypedDict):
+    """A file."""
+
+    gpu: str
+    groups: list[_Group]
+    source: NotRequired[str]
+    versions: NotRequired[dict[str, str]]
+    dtype: NotRequired[str]
 
 
 class CalibrationError(ValueError):
@@ -71,15 +101,20 @@ class Table:
 def read_table(path: Path) -> Table:
     """One file. Raises CalibrationError."""
     try:
-        content = json.loads(path.read_text())
-        shared = {name: content[name] for name in ("source", "versions", "dtype") if name in content}
+        content = msgspec.convert(json.loads(path.read_text()), _Content)
+        shared: dict[str, Any] = {name: content[name] for name in ("source", "versions", "dtype") if name in content}
         groups = tuple(_group(content["gpu"], {**shared, **group}) for group in content["groups"])
         return Table(content["gpu"], groups, content.get("versions", {}), str(path))
     except OSError as error:
         raise CalibrationError(f"{path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CalibrationError(f"{path}: not a table of `firstlight calibrate`, which is JSON: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except msgspec.ValidationError as error:
+        what = str(error)[:1].lower() + str(error)[1:]
+        raise CalibrationError(
+            f"{path}: not a table of `firstlight calibrate`, which is an object with `gpu` and `groups`: {what}"
+        ) from error
+    except (ValueError, OverflowError) as error:
         raise CalibrationError(f"{path}: {error}") from error
 
 
@@ -91,18 +126,27 @@ def _group(gpu: str, group: Mapping[str, Any]) -> Measured:
     fixed = {name: float(size) for name, size in group.get("fixed", {}).items()}
     if twice := sorted(set(fixed) & set(group["axes"])):
         raise ValueError(f"group {group['op']}: {', '.join(twice)} is fixed and an axis")
-    for *sizes, microseconds in group["rows"]:
-        if len(sizes) != width or not microseconds > 0 or tuple(sizes) in seen:
+    for row in group["rows"]:
+        *sizes, microseconds = row or [math.nan]
+        if len(sizes) != width or not 0 < microseconds < math.inf or tuple(sizes) in seen:
             what = "was given twice" if tuple(sizes) in seen else f"needs {width} sizes and a time above 0"
-            raise ValueError(f"group {group['op']}: row {[*sizes, microseconds]} {what}")
+            raise ValueError(f"group {group['op']}: row {row} {what}")
         seen.add(tuple(sizes))
         rows.append(((*map(float, sizes), *fixed.values()), microseconds * 1e-6))
     refused = []
-    for *sizes, reason in group.get("refused", ()):
-        if len(sizes) != width or not isinstance(reason, str) or tuple(sizes) in seen:
+    for call in group.get("refused", ()):
+        *sizes, reason = call or [math.nan]
+        named = isinstance(reason, str) and not any(isinstance(size, str) for size in sizes)
+        if len(sizes) != width or not named or tuple(sizes) in seen:
             what = "has a time as well" if tuple(sizes) in seen else f"needs {width} sizes and a reason"
-            raise ValueError(f"group {group['op']}: refused call {[*sizes, reason]} {what}")
+            raise ValueError(f"group {group['op']}: refused call {call} {what}")
         refused.append(((*map(float, sizes), *fixed.values()), reason))
+    axes = (*group["axes"], *fixed)
+    for sizes, _ in (*rows, *refused):
+        for name, size in zip(axes, sizes, strict=True):
+            # Times run along the logarithm of tokens.
+            if not 0 <= size < math.inf or (name == "tokens" and size == 0):
+                raise ValueError(f"group {group['op']}: {name} is {size:g}; sizes are finite, and tokens above 0")
     return Measured(
         gpu,
         group["op"],
@@ -110,7 +154,7 @@ def _group(gpu: str, group: Mapping[str, Any]) -> Measured:
         group["provider"],
         group["format"],
         group["source"],
-        (*group["axes"], *fixed),
+        axes,
         tuple(rows),
         group.get("includes", ""),
         group.get("versions", {}),

@@ -137,6 +137,14 @@ def text_section(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**outer, **nested}
 
 
+def own_dtype(raw: Mapping[str, Any]) -> str | None:
+    """The name of the dtype that a checkpoint's activations have, as config.json gives it; None if it doesn't. Whoever asks
+    says which names it takes."""
+    text = text_section(raw)
+    own = text.get("dtype") or text.get("torch_dtype")
+    return None if own is None else str(own).removeprefix("torch.")
+
+
 def parse_rope(text: Mapping[str, Any], head_dim: int) -> Rope:
     """Rotary settings in either spelling. Raises ConfigError for a kind that isn't known."""
     section = Reader(text).section("rope_scaling") | Reader(text).section("rope_parameters")

@@ -14,7 +14,7 @@ from firstlight.hardware.calibration import Table
 from firstlight.hardware.timings import Timings
 from firstlight.models import CausalModel, build_model
 from firstlight.models.buckets import GPU_DEFAULTS
-from firstlight.models.config import text_section
+from firstlight.models.config import ConfigError, own_dtype
 from firstlight.parallel import Mesh
 from firstlight.predict.step_time import Conditions, StepModel
 from firstlight.predict.walk import walk_model
@@ -22,6 +22,8 @@ from firstlight.quant import Format, Scheme, scheme_of
 from firstlight.quant.scheme import HIGH_PRECISION
 from firstlight.step import Bucket
 
+PREDICTED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+"""Of activations, those that GPUs are described for."""
 FLOAT8 = Format("float8_e4m3fn", (128, 128), "float32")
 
 
@@ -73,16 +75,31 @@ def gpu_of(name: str) -> Hardware:
 
 def build(config: Mapping[str, Any], layout: Layout) -> CausalModel:
     """The model of a config on the meta device, for one rank. Raises ConfigError or ValueError, with messages for people."""
-    text = text_section(config)
-    dtype = getattr(torch, str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch."))
-    # MXFP4 is the experts' own affair: their module makes room for it, and all else stays plain.
-    mxfp4 = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
-    scheme = Scheme(dtype) if mxfp4 else scheme_of(config, dtype)
+    dtype = _activations(config)
+    scheme = Scheme(dtype) if _is_mxfp4_of_experts(config) else scheme_of(config, dtype)
     if layout.float8_weights or layout.float8_head:
         scheme = Float8Where(dtype, scheme, layout.float8_weights, layout.float8_head)
     cache = torch.float8_e4m3fn if layout.float8_cache else dtype
     state = torch.bfloat16 if layout.bfloat16_state else torch.float32
     return build_model(config, dtype=dtype, mesh=layout.mesh, scheme=scheme, cache_dtype=cache, state_dtype=state)
+
+
+def _activations(config: Mapping[str, Any]) -> torch.dtype:
+    """The checkpoint's own dtype, or bfloat16. Raises ConfigError for one that no GPU is described for."""
+    name = own_dtype(config) or "bfloat16"
+    if name not in PREDICTED_DTYPES:
+        raise ConfigError(
+            f"config.json: dtype {name!r} can't be predicted; it must be one of {', '.join(PREDICTED_DTYPES)}, or left out"
+        )
+    return PREDICTED_DTYPES[name]
+
+
+def _is_mxfp4_of_experts(config: Mapping[str, Any]) -> bool:
+    """Whether MXFP4 is the experts' own affair: gpt-oss' module makes room for it, and all else stays plain. Other models
+    have no such module, so their MXFP4 is a scheme like any other, which `scheme_of` refuses."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    return method == "mxfp4" and config.get("model_type") == "gpt_oss"
 
 
 def step_model(

@@ -12,7 +12,7 @@ import torch
 from firstlight.errors import FirstlightError
 from firstlight.hardware import detect
 from firstlight.models import CausalModel, build_model, family
-from firstlight.models.config import text_section
+from firstlight.models.config import own_dtype
 from firstlight.models.registry import refuse_predicted_only
 from firstlight.models.walk import bind_model
 from firstlight.nn.module import Module
@@ -75,10 +75,8 @@ def model_name(path: str) -> str:
 
 
 def _dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    text = text_section(config)
     if name == "auto":
-        stored = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
-        name = "float32" if device.type == "cpu" else stored
+        name = "float32" if device.type == "cpu" else own_dtype(config) or "float32"
     dtype = getattr(torch, name, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise FirstlightError(f"dtype {name!r} can't be verified; use --dtype float32, bfloat16 or float16")
