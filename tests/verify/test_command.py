@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from firstlight.cli import verify as command_module
 from firstlight.errors import FirstlightError
 from firstlight.verify import opening
-from firstlight.verify.opening import model_name, open_subject
+from firstlight.verify.opening import open_subject
 
 LLAMA = str(TINY_CONFIGS / "llama.json")
 NEXT = str(TINY_CONFIGS / "qwen3_next.json")
@@ -139,12 +139,6 @@ def test_layers_are_cut_to_what_memory_holds(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(opening, "_free_bytes", lambda device: int(needed / 4))
     with pytest.raises(FirstlightError, match="not even one layer fits"):
         open_subject(NEXT, random=True, device="cpu")
-
-
-def test_a_model_is_called_by_its_directory_or_file(tmp_path: Path) -> None:
-    assert model_name(str(tmp_path / "Some-Model")) == "Some-Model"
-    assert model_name(str(tmp_path / "Some-Model" / "config.json")) == "Some-Model"
-    assert model_name("model.gguf") == "model.gguf"
 
 
 def test_a_family_that_is_predicted_only_is_refused() -> None:

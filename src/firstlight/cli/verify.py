@@ -27,9 +27,10 @@ def command(
 
     from firstlight.cli.output_file import check_output, write_output
     from firstlight.errors import FirstlightError
-    from firstlight.verify.opening import model_name, open_subject
+    from firstlight.verify.opening import open_subject
     from firstlight.verify.report import as_json, full_table, summary_table, verdict
     from firstlight.verify.run import verify
+    from firstlight.weights.location import model_name
 
     errors = Console(stderr=True)
 

@@ -68,12 +68,6 @@ def open_subject(
     return Subject(model, config, tensors, place, kind, seed)
 
 
-def model_name(path: str) -> str:
-    """How reports call a model: its directory's or file's name."""
-    resolved = Path(path).expanduser().resolve()
-    return resolved.parent.name if resolved.name == "config.json" else resolved.name
-
-
 def _dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "float32" if device.type == "cpu" else own_dtype(config) or "float32"
