@@ -73,8 +73,6 @@ class EngineOptions(Options):
     """How a model is loaded and run."""
 
     # The upper bounds are far beyond any machine: what they refuse would only fail later, in an allocation or a library.
-    model_config = ConfigDict(allow_inf_nan=False)
-
     model: str = Field(
         description="Directory with config.json and safetensors, a .gguf file, or a config.json (with --weights random)."
     )

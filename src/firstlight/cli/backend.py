@@ -214,13 +214,13 @@ def _url_parts(url: str) -> urllib.parse.SplitResult:
     wrong = f"--url {url}: it must look like http://127.0.0.1:8000"
     try:
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
-        port = parts.port  # read here: it is looked at when it is asked for only
-        (parts.hostname or "").encode("idna" if ":" not in (parts.hostname or "") else "ascii")
-        if not all("!" <= character <= "~" for character in parts.path) or " " in (parts.hostname or ""):
+        port, host = parts.port, parts.hostname or ""  # read here: they are looked at when they are asked for only
+        host.encode("ascii" if ":" in host else "idna")
+        if not all("!" <= character <= "~" for character in parts.path) or " " in host:
             raise ValueError("write a space or a letter beyond ASCII as %XX")
     except ValueError as error:
         raise FirstlightError(f"{wrong} ({error})") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not host:
         raise FirstlightError(wrong)
     if port == 0:
         raise FirstlightError(f"{wrong} (nothing answers on port 0; ports are 1 to 65535)")

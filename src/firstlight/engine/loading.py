@@ -82,10 +82,9 @@ def resolve_dtype(option: str, config: Mapping[str, Any], hardware: Hardware) ->
 
     A checkpoint that names none (GGUF) runs in bfloat16 where the hardware multiplies it, else in float32.
     """
-    own = own_dtype(config)
-    if option == "auto" and own is None:
+    name = own_dtype(config) if option == "auto" else option
+    if name is None:
         return torch.bfloat16 if hardware.kind != "cpu" or hardware.has("avx512_bf16") else torch.float32
-    name = own or "" if option == "auto" else option
     dtype = getattr(torch, name, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise FirstlightError(f"config.json: dtype {name!r} can't be run; use --dtype float32, bfloat16 or float16")

@@ -65,7 +65,7 @@ def unserved_line(choices: Mapping[tuple[str, str], str] | None) -> str | None:
         return None
     return (
         f"No kernel of ours serves {' or '.join(ops)} everywhere in this step. The reference would, and takes many times as long as is "
-        f"predicted here; firstlight ops says why."
+        "predicted here; firstlight ops says why."
     )
 
 

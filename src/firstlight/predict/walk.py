@@ -166,7 +166,7 @@ def _bind(
     records = record(model, [bucket], hardware, page_size)
     binding = bind(records, 1, hardware, chosen_by_name, timings=timings)
     chosen: dict[tuple[str, str], str] = {}
-    for path, site in sites(model):
+    for path, site in found:
         for choice in site.choices:
             _note(chosen, path, choice)
         site.unbind()
