@@ -15,14 +15,24 @@ from reference import save_checkpoint, tiny_config
 from safetensors.torch import load_file
 
 from firstlight.cache import PagedSpec
+from firstlight.config import EngineOptions
 from firstlight.errors import CheckpointError, FirstlightError
 from firstlight.hardware import H200
+from firstlight.models.buckets import bucket_ladder
 from firstlight.ops.op import REFERENCE, sites
 from firstlight.parallel import Mesh
 from firstlight.plugin import core
-from firstlight.plugin.core import HostBounds, HostedModel, describe, mesh_of
+from firstlight.plugin.core import (
+    TRIAL_ROWS,
+    TRIAL_TOKENS,
+    HostBounds,
+    HostedModel,
+    describe,
+    kinds_of_steps,
+    mesh_of,
+)
 from firstlight.quant import WHOLE_ROW
-from firstlight.step import PageTable, SlotTable
+from firstlight.step import Bucket, PageTable, SlotTable
 
 BOUNDS = HostBounds(tokens=512, requests=4, context=512)
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text_tied", "qwen3_5", "qwen3_5_moe")
@@ -131,11 +141,46 @@ def test_defaults_of_the_host_change_nothing(tmp_path):
 def test_a_null_step_runs_before_there_is_memory(tmp_path):
     save_checkpoint("qwen3_next", tmp_path)
     model = hosted(tmp_path)
-    model.bind_null()
     for tokens in (1, 4, 5, 512):
         ids = torch.zeros(tokens, dtype=torch.int32)
-        step = model.null_step(ids, torch.zeros(tokens, dtype=torch.int64))
+        step = model.null_step(ids, torch.zeros(tokens, dtype=torch.int64), BOUNDS.page_size)
         assert model.hidden(step).shape == (tokens, model.model.config.hidden_size)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_warming_up_runs_every_bucket_and_changes_no_answer(name, tmp_path, monkeypatch):
+    save_checkpoint(name, tmp_path)
+    model, ran = hosted(tmp_path), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda step: ran.append(step) or hidden(step))
+    model.warm_up()
+    assert {step.bucket.index for step in ran} == {bucket.index for bucket in model.buckets}
+    give_memory(model)
+    ids = forward.sequence(20)
+    with torch.inference_mode():
+        assert torch.equal(logits(model, ids, (9,)), forward.logits(forward.load(tmp_path), ids, (9,)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "context"),
+    [(2048, 256, 262144), (16640, 256, 4096), (8192, 1, 40), (64, 4096, 512), (266240, 4096, 262144)],
+)
+def test_trial_steps_come_to_every_bucket_of_a_gpu_and_not_beyond(tokens, requests, context):
+    bounds = HostBounds(tokens=tokens, requests=requests, context=context)
+    options = EngineOptions.load({"model": "-", "max_running": requests, "step_tokens": tokens})
+    buckets = bucket_ladder(options, context, H200, fillable=False)
+    reached = set()
+    for decode, counts in kinds_of_steps(buckets, bounds):
+        assert counts[:decode] == [1] * decode
+        assert min(counts) > 0
+        assert len(counts) <= min(requests, TRIAL_ROWS)
+        assert max(counts) <= min(context, TRIAL_TOKENS)
+        # As `HostedModel.step` asks for a bucket.
+        query = 1 if decode == len(counts) else max(2, *counts)
+        needed = Bucket(0, sum(counts), len(counts), query, 1, 0)
+        reached.add(next(bucket.index for bucket in buckets if bucket.holds(needed)))
+    within = [b for b in buckets if b.query <= min(context, TRIAL_TOKENS) and (b.query > 1 or b.requests <= TRIAL_ROWS)]
+    assert reached >= {bucket.index for bucket in within}
 
 
 def test_weights_load_once(tmp_path):

@@ -123,6 +123,15 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def request_block(requests: int) -> int:
+    """The power of two that a kernel counts a step's requests in, to find which one a program works on.
+
+    64 at least: each size is a kernel of its own, and where steps aren't captured before the first request comes (prompts inside a
+    host), the first step of each size waits until it is compiled.
+    """
+    return max(64, power_of_two(requests))
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs run side by side, at one a multiprocessor."""

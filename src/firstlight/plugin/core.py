@@ -5,7 +5,7 @@ A host's adapter
 1. builds a `HostedModel` from the checkpoint's config, the host's tensor-parallel group and the bounds of its steps;
 2. asks `caches()` what memory each module wants, has the host allocate it in the host's layout, and gives the modules views
    of it with `bind_cache`; with `set_group` it says which of the host's block tables a module's memory goes by;
-3. hands the host's stream of weights to `load`;
+3. hands the host's stream of weights to `load`, after which a GPU runs a step of every kind once (`warm_up`);
 4. once a step turns the host's metadata into a `StepBatch` with `step(...)`, and calls `hidden` and, on the rows that the
    host picks, `logits`.
 
@@ -16,9 +16,12 @@ device operations.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ from firstlight.engine.table import timings_of
 from firstlight.errors import FirstlightError
 from firstlight.hardware import detect
 from firstlight.models import CausalModel, build_model
-from firstlight.models.buckets import bucket_ladder
+from firstlight.models.buckets import MIXED_PROMPTS, bucket_ladder
 from firstlight.models.registry import refuse_predicted_only
 from firstlight.models.walk import bind_model
 from firstlight.nn.module import Module
@@ -41,6 +44,12 @@ from firstlight.weights.loader import load_weights, own_name
 from firstlight.weights.random_weights import random_tensors
 from firstlight.weights.streaming import load_streaming
 
+logger = logging.getLogger(__name__)
+
+TRIAL_TOKENS, TRIAL_ROWS = 16384, 512
+"""Of prompts, and rows, in a trial step at most: larger ones launch the same kernels, and the host may never ask for them."""
+TRIAL_DECODE_ROWS = (3, 96, 224)
+"""Beside a prompt in trial steps: kernels that look for a token's row come in sizes of 64, 128 and 256 rows (`request_block`)."""
 TOWER = "model.visual."
 """Where the tensors of a vision tower are, which text-only models leave out."""
 
@@ -124,14 +133,16 @@ class HostedModel(torch.nn.Module):
         bounds: HostBounds,
         mesh: Mesh | None = None,
         cache_dtype: torch.dtype | None = None,
+        logger: logging.Logger = logger,
     ) -> None:
         """config: a config.json as a dict. dtype: of activations. mesh: see `mesh_of`. cache_dtype: of KV; default: dtype.
+        logger: one that the host shows. Until the host has memory, all modules have the null page and slot (`bind_null`).
 
         Providers can be overridden as everywhere, by FIRSTLIGHT_OP, FIRSTLIGHT_INVARIANT and FIRSTLIGHT_TABLE.
         Raises what `describe` does, and BindingError for an override that can't be met.
         """
         super().__init__()
-        self.device, self.bounds = torch.device(device), bounds
+        self.device, self.bounds, self.logger = torch.device(device), bounds, logger
         self.model = describe(config, dtype=dtype, mesh=mesh, cache_dtype=cache_dtype)
         options = EngineOptions.load({"model": "-", "max_running": bounds.requests, "step_tokens": bounds.tokens})
         hardware = detect(str(self.device))
@@ -159,6 +170,7 @@ class HostedModel(torch.nn.Module):
         self._loaded = False
         self.position_rows = self.model.position_rows
         self.vocab_size = self.model.config.vocab_size
+        self.bind_null()
 
     # Caches
 
@@ -202,7 +214,7 @@ class HostedModel(torch.nn.Module):
         for path, spec in self.caches().items():
             if paths and path not in paths:
                 continue
-            leading = (1, 1) if isinstance(spec, PagedSpec) else (1,)
+            leading = (1, self.bounds.page_size) if isinstance(spec, PagedSpec) else (1,)
             wanted = _cache_tensors(spec)
             self.bind_cache(
                 path, {n: torch.zeros((*leading, *s), dtype=d, device=self.device) for n, (s, d) in wanted.items()}
@@ -227,13 +239,16 @@ class HostedModel(torch.nn.Module):
                     yield name, tensor
 
         with _plain_defaults():
-            return load_streaming(self.model, text(), self.device, self._layouts) | skipped
+            names = load_streaming(self.model, text(), self.device, self._layouts) | skipped
+        self._warm_up_gpu()
+        return names
 
     def load_random(self, seed: int = 0) -> None:
         """Fill the model with random weights that keep activations near 1. Raises FirstlightError for a second call."""
         self._load_once()
         with _plain_defaults():
             load_weights(self.model, random_tensors(self.model, seed, self.device), self.device, self._layouts)
+        self._warm_up_gpu()
 
     def _load_once(self) -> None:
         if self._loaded:
@@ -242,6 +257,32 @@ class HostedModel(torch.nn.Module):
                 "or turn the plugin off with FIRSTLIGHT_PLUGIN=off"
             )
         self._loaded = True
+
+    # Kernels
+
+    def warm_up(self) -> None:
+        """Run a step of every kind once (`kinds_of_steps`), on null memory, logits included.
+
+        Kernels are compiled, or loaded from Triton's cache, when they are first launched; hosts run prompts op by op, so without
+        this the first request of each kind would wait for that, a second or so a kernel. Needs weights.
+        """
+        with _plain_defaults(), torch.no_grad():
+            for decode_rows, counts in kinds_of_steps(self.buckets, self.bounds):
+                start = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=self.device)
+                ids = torch.arange(sum(counts), device=self.device) % self.vocab_size
+                context = self.bounds.context if decode_rows else max(counts)
+                step = self._null_step(ids, ids, start, decode_rows, max(counts), context, self.bounds.page_size)
+                self.logits(self.hidden(step)[: len(counts)])
+
+    def _warm_up_gpu(self) -> None:
+        """`warm_up` where there are kernels to compile; the host measures memory afterwards, so none is kept."""
+        if self.device.type != "cuda":
+            return
+        begin = time.monotonic()
+        self.warm_up()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        self.logger.info("Firstlight: a step of every kind has run, in %.1f s", time.monotonic() - begin)
 
     # Steps
 
@@ -290,7 +331,7 @@ class HostedModel(torch.nn.Module):
             shape=Shape(tokens, requests, requests * max_context, tokens * max_context),
         )
 
-    def null_step(self, ids: torch.Tensor, positions: torch.Tensor, page_size: int = 1) -> StepBatch:
+    def null_step(self, ids: torch.Tensor, positions: torch.Tensor, page_size: int) -> StepBatch:
         """As many tokens as are in `ids`, dealt out to rows whose memory is all null: for a host that measures or warms up.
 
         page_size: of the pages that are bound.
@@ -298,8 +339,22 @@ class HostedModel(torch.nn.Module):
         tokens = ids.shape[0]
         requests = min(tokens, self.bounds.requests)
         query = -(-tokens // requests)
-        integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         start = (torch.arange(requests + 1, device=self.device) * tokens // requests).int()
+        return self._null_step(ids, positions, start, requests if query == 1 else 0, query, query, page_size)
+
+    def _null_step(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        start: torch.Tensor,
+        decode_rows: int,
+        query: int,
+        context: int,
+        page_size: int,
+    ) -> StepBatch:
+        """Rows from `start` [R + 1] int32, each without context before it. query, context: bounds of a row."""
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
+        tokens, requests = ids.shape[0], start.shape[0] - 1
         row = torch.zeros(requests, **integers)
         pages = PageTable(torch.zeros((1, query), **integers), row, row.new_zeros(tokens, dtype=torch.int64), page_size)
         states = SlotTable(row, row, torch.zeros((0, 3), **integers))
@@ -311,9 +366,9 @@ class HostedModel(torch.nn.Module):
             length=start[1:] - start[:-1],
             tables={spec.group: pages if isinstance(spec, PagedSpec) else states for spec in specs},
             live=start[-1:],
-            decode_requests=requests if query == 1 else 0,
+            decode_requests=decode_rows,
             max_query=query,
-            max_context=query,
+            max_context=context,
         )
 
     def bucket(self, tokens: int, requests: int, query: int) -> Bucket:
@@ -355,6 +410,26 @@ class HostedModel(torch.nn.Module):
             f"rank {tp.index} of {tp.size}, {len(self.buckets)} buckets, "
             f"{provided} of {len(largest)} call sites with a provider of their own"
         )
+
+
+def kinds_of_steps(buckets: Iterable[Bucket], bounds: HostBounds) -> Iterator[tuple[int, list[int]]]:
+    """(decode rows at its start, tokens of each row) of steps that between them launch what is bound for these buckets.
+
+    Decode rows alone; and of prompts as many tokens as a bucket is for, as one row, as several, and behind decode rows.
+    """
+    for bucket in buckets:
+        rows = min(bucket.requests, bounds.requests, TRIAL_ROWS)
+        if bucket.query == 1:
+            yield rows, [1] * rows
+            continue
+        prompt = min(bucket.query, bounds.context, TRIAL_TOKENS)
+        yield 0, [prompt]
+        several = min(rows, MIXED_PROMPTS, prompt // 2)
+        if several > 1:
+            yield 0, [prompt * (i + 1) // several - prompt * i // several for i in range(several)]
+        for decode in TRIAL_DECODE_ROWS:
+            if decode < rows and decode + prompt <= bucket.tokens:
+                yield decode, [1] * decode + [prompt]
 
 
 def _cache_tensors(spec: CacheSpec) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import hopper_unavailable, power_of_two
+from firstlight.ops.triton_support import hopper_unavailable, power_of_two, request_block
 
 PAGE = 64
 """Tokens: a page is the tile of keys that the matrix unit takes."""
@@ -135,7 +135,7 @@ def run(
         KV=kv_heads,
         D=dim,
         PAGE=PAGE,
-        BLOCK_R=power_of_two(requests),
+        BLOCK_R=request_block(requests),
         STAGES=STAGES,
         CAUSAL=causal,
         HAS_SINKS=sinks is not None,

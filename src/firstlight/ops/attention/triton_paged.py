@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import float8_pages_unavailable, multiprocessors, power_of_two, unavailable
+from firstlight.ops.triton_support import (
+    float8_pages_unavailable,
+    multiprocessors,
+    power_of_two,
+    request_block,
+    unavailable,
+)
 
 LARGEST_HEAD = 256
 
@@ -155,7 +161,7 @@ def run(
             BLOCK_D=block_dim,
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.keys,
-            BLOCK_R=power_of_two(requests),
+            BLOCK_R=request_block(requests),
             TOKENS=tiles.tokens,
             CAUSAL=causal,
             HAS_WINDOW=window > 0,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import float8_pages_unavailable, unavailable
+from firstlight.ops.triton_support import float8_pages_unavailable, power_of_two, unavailable
 
 LARGEST_HEAD = 1024
 
@@ -81,7 +81,7 @@ def run(
         F=angles.shape[1] // 2,
         PAGE=k_pages.shape[1],
         BLOCK_T=block_tokens,
-        BLOCK_D=1 << (head_dim - 1).bit_length(),
+        BLOCK_D=power_of_two(head_dim),
         GATED=gated,
         ZERO_CENTRED=zero_centred,
         HAS_Q_NORM=q_norm is not None,

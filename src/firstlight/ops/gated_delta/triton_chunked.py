@@ -26,7 +26,7 @@ from torch import Tensor
 
 from firstlight.ops.gated_delta.triton_decode import check_strides, raw_bytes, unsupported
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import cannot_emit, register_limit, unavailable
+from firstlight.ops.triton_support import cannot_emit, power_of_two, register_limit, request_block, unavailable
 from firstlight.quant import Emission, Weight, empty_result
 
 CHUNK = 64
@@ -171,8 +171,8 @@ def run(
     scores = torch.empty_like(inverse)
     decays = torch.empty((chunks, value_heads, 4, CHUNK), dtype=torch.float32, device=mixed.device)
     sizes = {"HK": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim, "CHUNK": CHUNK}
-    per_request = {"BLOCK_R": 1 << (requests - 1).bit_length()}
-    block_exports = 1 << (exports.shape[0] - 1).bit_length() if exports.shape[0] else 1
+    per_request = {"BLOCK_R": request_block(requests)}
+    block_exports = power_of_two(max(exports.shape[0], 1))
     width = conv_weight.shape[1]
     promoted = torch.promote_types(mixed.dtype, norm_weight.dtype)
     round_product = promoted == mixed.dtype and promoted.itemsize == 2
@@ -305,7 +305,7 @@ def run(
             BLOCK_V=export_values,
             num_warps=4,
         )
-    block_c = min(1024, 1 << (channels - 1).bit_length())
+    block_c = min(1024, power_of_two(channels))
     kernels.windows_kernel[(-(-channels // block_c), requests)](
         mixed,
         conv_pool,

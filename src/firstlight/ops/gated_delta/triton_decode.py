@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import cannot_emit, register_limit, unavailable
+from firstlight.ops.triton_support import cannot_emit, power_of_two, register_limit, unavailable
 from firstlight.quant import Emission, Weight, empty_result
 
 FEW_HEADS = 132
@@ -136,7 +136,7 @@ def run(
     launch = {"launch_pdl": True} if tiles.dependent else {}
     exported: dict[str, Any] = {
         "HAS_EXPORTS": exports.shape[0] > 0,
-        "BLOCK_E": 1 << (exports.shape[0] - 1).bit_length() if exports.shape[0] else 1,
+        "BLOCK_E": power_of_two(max(exports.shape[0], 1)),
     }
     columns = torch.empty((requests, mixed.shape[1]), dtype=mixed.dtype, device=mixed.device)
     gates = torch.empty((requests, value_heads, 2), dtype=torch.float32, device=mixed.device)

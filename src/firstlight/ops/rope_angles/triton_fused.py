@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import unavailable
+from firstlight.ops.triton_support import power_of_two, unavailable
 
 
 def when(call: Call) -> str | None:
@@ -42,7 +42,7 @@ def run(
             width,
             F=frequencies,
             SEVERAL=several,
-            BLOCK_F=1 << (frequencies - 1).bit_length(),
+            BLOCK_F=power_of_two(frequencies),
             BLOCK_T=BLOCK_T,
             num_warps=4,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from firstlight.ops.op import Call
-from firstlight.ops.triton_support import unavailable
+from firstlight.ops.triton_support import power_of_two, unavailable
 
 
 def when(call: Call) -> str | None:
@@ -33,7 +33,7 @@ def run(
     positions = length.new_empty((position_rows, tokens) if position_rows > 1 else tokens)
     new_length = rows.new_empty(rows.shape)
     requests = rows.shape[0]
-    block_requests = max(16, 1 << (requests - 1).bit_length())
+    block_requests = max(16, power_of_two(requests))
     step_inputs_kernel[(-(-max(tokens, requests) // BLOCK),)](
         rows,
         query_start,

@@ -44,11 +44,11 @@ class ForCausalLM(torch.nn.Module):
                 page_size=GPU_PAGE_TOKENS if current_platform.is_cuda_alike() else vllm_config.cache_config.block_size,
             ),
             mesh=mesh_of(group.world_size, group.rank_in_group, group.device_group if group.world_size > 1 else None),
+            logger=logger,
         )
         self.memory = memory_of(self.hosted, prefix)
         for name, layer in self.memory.items():
             vllm_config.compilation_config.static_forward_context[name] = layer
-        self.hosted.bind_null()
         self._rows = torch.arange(self.hosted.bounds.requests, dtype=torch.int32, device=self.device)
         self._exports = torch.zeros((0, 3), dtype=torch.int32, device=self.device)
         if vllm_config.load_config.load_format == "dummy":
@@ -102,7 +102,9 @@ class ForCausalLM(torch.nn.Module):
         )
 
     def _page_size(self) -> int:
-        return next((layer.page_size for layer in self.memory.values() if isinstance(layer, PageMemory)), 1) or 1
+        """Of the pages that are bound: vLLM's, or the null page's where it has given none."""
+        bound = next((layer.page_size for layer in self.memory.values() if isinstance(layer, PageMemory)), 0)
+        return bound or self.hosted.bounds.page_size
 
 
 class HybridForCausalLM(ForCausalLM, HasInnerState, IsHybrid, SupportsMambaPrefixCaching, SupportsMRoPE):

@@ -1,0 +1,32 @@
+"""A hosted model's trial steps on Triton's kernels, before the host has given it memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from reference import tiny_config
+
+from firstlight.hardware import GPUS
+from firstlight.ops.op import sites
+from firstlight.plugin import core
+from firstlight.plugin.core import HostBounds, HostedModel, kinds_of_steps
+
+GPU = replace(GPUS["mi355x"], features=GPUS["mi355x"].features | {"triton"})
+"""Bound for one whose providers are all Triton's own, so that they can be interpreted."""
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_every_kind_of_step_runs_on_null_memory(page_size, monkeypatch):
+    monkeypatch.setattr(core, "detect", lambda device: GPU)
+    bounds = HostBounds(tokens=12, requests=4, context=12, page_size=page_size)
+    model = HostedModel(tiny_config("qwen3_5_moe_text"), dtype=torch.float32, device="cpu", bounds=bounds)
+    model.load_random()
+    providers = {choice.provider for _, site in sites(model.model) for choice in site.choices}
+    assert {"triton_paged", "triton_chunked", "triton_decode"} <= providers
+    hidden, finite = model.hidden, []
+    monkeypatch.setattr(model, "hidden", lambda step: finite.append(hidden(step)) or finite[-1])
+    model.warm_up()
+    assert len(finite) == len(list(kinds_of_steps(model.buckets, bounds)))
+    assert all(x.isfinite().all() for x in finite)
