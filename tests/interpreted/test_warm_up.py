@@ -20,8 +20,10 @@ GPU = replace(GPUS["mi355x"], features=GPUS["mi355x"].features | {"triton"})
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_every_kind_of_step_runs_on_null_memory(page_size, monkeypatch):
     monkeypatch.setattr(core, "detect", lambda device: GPU)
-    bounds = HostBounds(tokens=12, requests=4, context=12, page_size=page_size)
-    model = HostedModel(tiny_config("qwen3_5_moe_text"), dtype=torch.float32, device="cpu", bounds=bounds)
+    bounds = HostBounds(tokens=6, requests=4, context=6, page_size=page_size)
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "vocab_size": 64}
+    config = tiny_config("qwen3_5_moe_text") | layers
+    model = HostedModel(config, dtype=torch.float32, device="cpu", bounds=bounds)
     model.load_random()
     providers = {choice.provider for _, site in sites(model.model) for choice in site.choices}
     assert {"triton_paged", "triton_chunked", "triton_decode"} <= providers
