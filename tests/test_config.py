@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from firstlight.config import LARGEST_SEED, EngineOptions
+from firstlight.config import LARGEST_SEED, EngineOptions, checked_url
 
 
 def test_what_is_given_wins_over_the_environment_and_the_defaults():
@@ -38,3 +38,15 @@ def test_what_is_given_wins_over_the_environment_and_the_defaults():
 def test_a_wrong_value_or_name_is_an_error_that_names_it(given, field):
     with pytest.raises(ValidationError, match=field):
         EngineOptions.load({"model": "x", **given}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "base"),
+    [
+        ("127.0.0.1:8000", "http://127.0.0.1:8000/v1"),
+        ("https://a.b/v1/", "https://a.b/v1"),
+        ("http://[::1]:80/proxy/?a=1#b", "http://[::1]:80/proxy/v1"),
+    ],
+)
+def test_an_address_is_taken_with_and_without_its_path(given, base):
+    assert checked_url(given).geturl() == base

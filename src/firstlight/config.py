@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -64,6 +65,27 @@ def checked_key(key: str) -> str:
     if not key.isprintable():
         raise ValueError("has characters inside that a header can't carry; only printable ones and spaces are legal")
     return key
+
+
+def checked_url(url: str) -> urllib.parse.SplitResult:
+    """A server's address, its path up to and with /v1; `http://` and /v1 may be left out.
+
+    Raises ValueError, naming the option, for anything that is no address of a server.
+    """
+    wrong = f"--url {url}: it must look like http://127.0.0.1:8000"
+    try:
+        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        port, host = parts.port, parts.hostname or ""  # read here: they are looked at when they are asked for only
+        host.encode("ascii" if ":" in host else "idna")
+        if not all("!" <= character <= "~" for character in parts.path) or " " in host:
+            raise ValueError("write a space or a letter beyond ASCII as %XX")
+    except ValueError as error:
+        raise ValueError(f"{wrong} ({error})") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError(wrong)
+    if port == 0:
+        raise ValueError(f"{wrong} (nothing answers on port 0; ports are 1 to 65535)")
+    return parts._replace(path=parts.path.rstrip("/").removesuffix("/v1") + "/v1", query="", fragment="")
 
 
 KeyOption = Annotated[str, AfterValidator(checked_key)]

@@ -274,6 +274,7 @@ def test_a_failing_warm_up_stops_it_all(paced_server: Starter) -> None:
         ({"field": ["stream=false"]}, "--field stream=false: .*always streamed"),
         ({"field": ["stream_options={}"]}, "--field stream_options={}: .*always streamed"),
         ({"url": "ftp://x"}, "--url ftp://x"),
+        ({"url": "http://127.0.0.1:99999"}, "Port out of range 0-65535"),
         ({"slo": ["x=1"]}, "--slo x=1"),
     ],
 )

@@ -17,7 +17,7 @@ import msgspec
 from firstlight.bench.errors import BenchError
 from firstlight.bench.outcome import Failure, Outcome
 from firstlight.bench.stream import Chunk, EventReader, MalformedStreamError
-from firstlight.config import BenchOptions
+from firstlight.config import BenchOptions, checked_url
 
 KEEP_ALIVE_SECONDS = 4.0
 """Idle connections are closed before common servers do (after 5 s), so that none is used that is being closed."""
@@ -43,7 +43,10 @@ class Client:
     def __init__(self, options: BenchOptions) -> None:
         """Raises BenchError for a URL or a --field that is none."""
         self._options = options
-        self._base = base_url(options.url)
+        try:
+            self._base = checked_url(options.url).geturl()
+        except ValueError as error:
+            raise BenchError(str(error)) from None
         path = "chat/completions" if options.endpoint == "chat" else "completions"
         self._url = f"{self._base}/{path}"
         headers = {"Content-Type": "application/json"}
@@ -167,14 +170,6 @@ class Client:
         if keep_answer:
             outcome.answer += choice.answer_text
             outcome.answer_ids += choice.token_ids or ()
-
-
-def base_url(url: str) -> str:
-    """The URL up to and with /v1. Raises BenchError for one that isn't http(s)."""
-    full = url if "//" in url else f"http://{url}"
-    if not full.startswith(("http://", "https://")) or not full.split("//", 1)[1].split("/")[0]:
-        raise BenchError(f"--url {url}: it must look like http://127.0.0.1:8000")
-    return full.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 def _field(text: str) -> tuple[str, Any]:

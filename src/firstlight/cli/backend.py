@@ -9,13 +9,12 @@ import http.client
 import json
 import signal
 import socket
-import urllib.parse
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from firstlight.config import EngineOptions, checked_key
+from firstlight.config import EngineOptions, checked_key, checked_url
 from firstlight.errors import FirstlightError
 
 if TYPE_CHECKING:
@@ -100,8 +99,10 @@ class RemoteBackend:
     """Answers from a server at `url`, such as http://127.0.0.1:8000, with or without /v1. limit: connections at once."""
 
     def __init__(self, url: str, key: str | None, limit: int) -> None:
-        parts = self._parts = _url_parts(url)
-        self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        try:
+            self._parts = checked_url(url)
+        except ValueError as error:
+            raise FirstlightError(str(error)) from None
         self._headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
         if key:
             try:
@@ -160,7 +161,7 @@ class RemoteBackend:
         path = "/chat/completions" if "messages" in fields else "/completions"
         try:
             headers = {**self._headers, "X-Service-Class": service_class}
-            connection.request("POST", self._base + path, json.dumps(fields), headers)
+            connection.request("POST", self._parts.path + path, json.dumps(fields), headers)
             response = connection.getresponse()
             if response.status == 200:
                 return connection, response
@@ -207,24 +208,6 @@ async def open_backend(
     signal.signal(signal.SIGTERM, exit_quietly)
     async with local_service(options, limit, engine or ENGINE) as service:
         yield LocalBackend(service)
-
-
-def _url_parts(url: str) -> urllib.parse.SplitResult:
-    """Raises FirstlightError, naming the option, for anything that is no address of a server."""
-    wrong = f"--url {url}: it must look like http://127.0.0.1:8000"
-    try:
-        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
-        port, host = parts.port, parts.hostname or ""  # read here: they are looked at when they are asked for only
-        host.encode("ascii" if ":" in host else "idna")
-        if not all("!" <= character <= "~" for character in parts.path) or " " in host:
-            raise ValueError("write a space or a letter beyond ASCII as %XX")
-    except ValueError as error:
-        raise FirstlightError(f"{wrong} ({error})") from None
-    if parts.scheme not in ("http", "https") or not host:
-        raise FirstlightError(wrong)
-    if port == 0:
-        raise FirstlightError(f"{wrong} (nothing answers on port 0; ports are 1 to 65535)")
-    return parts
 
 
 def _request_error(status: int, body: dict[str, Any]) -> FirstlightError:
