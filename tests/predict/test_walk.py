@@ -12,6 +12,7 @@ import pytest
 import torch
 from predict.priced import config, priced
 
+from firstlight.models import walk as models_walk
 from firstlight.models.walk import meta_step, walk
 from firstlight.ops.op import NO_COST, Shape
 from firstlight.predict import walk as predict_walk
@@ -95,7 +96,8 @@ def test_layers_that_agree_cost_one_walk_together(monkeypatch):
 
         return walk(model, step, observe)
 
-    monkeypatch.setattr(predict_walk, "walk", counting)
+    for module in (models_walk, predict_walk):
+        monkeypatch.setattr(module, "walk", counting)
     walk_model(build(config("Qwen3.5-397B-A17B"), Layout()))
     whole, *others = walks
     assert others

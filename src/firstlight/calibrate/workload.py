@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,8 @@ from firstlight.cache import CachePool, PagedSpec, page_bytes, slot_bytes
 from firstlight.engine.loading import BoundModel
 from firstlight.errors import FirstlightError
 from firstlight.models import CausalModel
-from firstlight.models.walk import bind_caches, meta_step, walk
+from firstlight.models.walk import alike_layers, bind_caches, meta_step
 from firstlight.nn.module import Module, caches
-from firstlight.ops.meta import specs
-from firstlight.ops.observe import Bound
 from firstlight.ops.op import sites
 from firstlight.quant import Packed
 from firstlight.step import Bucket, PageTable, SlotTable, StepBatch, Table, token_slots
@@ -99,25 +97,9 @@ def step_shapes(
 
 
 def layer_kinds(model: CausalModel, page_size: int) -> list[int]:
-    """The first layer of each kind; layers are alike if they make the same calls. The model is on the meta device.
-
-    The norm before a layer doesn't count: the first layer's has no sum to take, whatever its kind.
-    """
-    made: dict[int, list[Any]] = {}
-
-    def observe(bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        found = LAYER.match(bound.path)
-        if found and not bound.path.startswith("input_layernorm", found.end()):
-            call = (bound.path[found.end() :], bound.op.name, specs(args), specs(kwargs))
-            made.setdefault(int(found[1]), []).append(call)
-        return bound.op.abstract(*args, **kwargs)
-
-    bucket = Bucket(0, 6, 3, 4, 64, 3)
-    walk(model, meta_step(model, bucket, decode_requests=2, page_size=page_size), observe)
-    kinds: dict[tuple[Any, ...], int] = {}
-    for layer, calls in sorted(made.items()):
-        kinds.setdefault(tuple(calls), layer)
-    return sorted(kinds.values())
+    """The first layer of each kind. The model is on the meta device."""
+    step = meta_step(model, Bucket(0, 6, 3, 4, 64, 3), decode_requests=2, page_size=page_size)
+    return [group[0] for group in alike_layers(model, step, entry_norms=False)]
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:

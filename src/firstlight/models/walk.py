@@ -5,8 +5,10 @@ The modules that serve are the ones that are walked, so what is bound and what i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,9 +19,13 @@ from firstlight.hardware.timings import Timings
 from firstlight.models.causal import CausalModel
 from firstlight.nn.module import Module, caches
 from firstlight.ops.binding import Binding, Record, bind, parse_overrides
-from firstlight.ops.observe import Observer, observed
+from firstlight.ops.meta import specs
+from firstlight.ops.observe import Bound, Observer, observed
 from firstlight.ops.op import Call, Shape, sites
 from firstlight.step import Bucket, PageTable, SlotTable, StepBatch, Table
+
+LAYER = re.compile(r"^layers\.(\d+)\.")
+"""How the paths of a layer's modules begin."""
 
 
 def bind_caches(model: CausalModel, pool: CachePool) -> None:
@@ -72,6 +78,27 @@ def walk(model: CausalModel, step: StepBatch, observer: Observer) -> None:
     bind_caches(model, pool)
     with torch.no_grad(), observed(model, observer, step.bucket.index):
         model(step)
+
+
+def alike_layers(model: CausalModel, step: StepBatch, *, entry_norms: bool = True) -> list[list[int]]:
+    """The layers of each kind, in the order of their first; layers are alike if they make the same calls in a step on the meta device.
+
+    entry_norms: whether the norm before a layer counts, of which the first layer's has no sum to take, whatever its kind.
+    """
+    made: dict[int, list[Any]] = {}
+
+    def observe(bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        found = LAYER.match(bound.path)
+        if found and (entry_norms or not bound.path.startswith("input_layernorm", found.end())):
+            call = bound.path[found.end() :], bound.op.name, specs(args), specs(kwargs)
+            made.setdefault(int(found[1]), []).append(call)
+        return bound.op.abstract(*args, **kwargs)
+
+    walk(model, step, observe)
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for layer, calls in sorted(made.items()):
+        kinds.setdefault(tuple(calls), []).append(layer)
+    return list(kinds.values())
 
 
 def _page_size(step: StepBatch) -> int:

@@ -7,7 +7,6 @@ sizes from their arguments or from `Shape`: a walk sets both. Layers whose calls
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,9 +20,8 @@ from firstlight.hardware import Hardware
 from firstlight.hardware.timings import Timings
 from firstlight.models.buckets import GPU_DEFAULTS
 from firstlight.models.causal import CausalModel
-from firstlight.models.walk import meta_step, record, walk
+from firstlight.models.walk import LAYER, alike_layers, meta_step, record, walk
 from firstlight.ops.binding import Choice, bind, parse_overrides
-from firstlight.ops.meta import specs
 from firstlight.ops.observe import Bound
 from firstlight.ops.op import Op, Shape, sites
 from firstlight.ops.sizes import Sizes, sizes_of
@@ -41,7 +39,6 @@ BASE = {
 }  # fmt: skip
 STEP = {"longest": 64, "prefill_tokens": 64, "decode_tokens": 3, "distinct": 0.25}
 """How far each variable is moved (1 unless given): whole chunks and whole rows."""
-LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +105,8 @@ def walk_model(
 
     overrides, timings: for binding, as the engine takes them.
     """
-    layers, counts = _distinct_layers(model, page_size)
+    alike = alike_layers(model, _step(model, BASE, page_size))
+    layers, counts = [group[0] for group in alike], [len(group) for group in alike]
     choices, workspace = None, 0
     with _only(model, layers):
         if bucket is not None and hardware is not None:
@@ -119,23 +117,6 @@ def walk_model(
     return WalkedModel(
         tuple(calls), text.num_experts, text.num_experts_per_tok, text.num_hidden_layers, sparse, choices, workspace
     )
-
-
-def _distinct_layers(model: CausalModel, page_size: int) -> tuple[list[int], list[int]]:
-    """The first layer of each kind, and how many there are of it; layers are alike if they make the same calls."""
-    made: dict[int, list[Any]] = {}
-
-    def observe(bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if found := LAYER.match(bound.path):
-            made.setdefault(int(found[1]), []).append((bound.path[found.end() :], bound.op.name, specs((args, kwargs))))
-        return bound.op.abstract(*args, **kwargs)
-
-    walk(model, _step(model, BASE, page_size), observe)
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for layer, calls in made.items():
-        kinds.setdefault(tuple(calls), []).append(layer)
-    groups = sorted(kinds.values())
-    return [group[0] for group in groups], [len(group) for group in groups]
 
 
 @contextmanager
