@@ -17,10 +17,10 @@ GPU = replace(GPUS["mi355x"], features=GPUS["mi355x"].features | {"triton"})
 """Bound for one whose providers are all Triton's own, so that they can be interpreted."""
 
 
-@pytest.mark.parametrize("page_size", [1, 64])
-def test_every_kind_of_step_runs_on_null_memory(page_size, monkeypatch):
+@pytest.mark.parametrize(("page_size", "exports"), [(1, True), (64, False)], ids=["tokens", "pages"])
+def test_every_kind_of_step_runs_on_null_memory(page_size, exports, monkeypatch):
     monkeypatch.setattr(core, "detect", lambda device: GPU)
-    bounds = HostBounds(tokens=6, requests=4, context=6, page_size=page_size)
+    bounds = HostBounds(tokens=6, requests=4, context=6, page_size=page_size, exports=exports)
     layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "vocab_size": 64}
     config = tiny_config("qwen3_5_moe_text") | layers
     model = HostedModel(config, dtype=torch.float32, device="cpu", bounds=bounds)

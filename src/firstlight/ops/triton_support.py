@@ -124,7 +124,7 @@ def power_of_two(n: int) -> int:
 
 
 def request_block(requests: int) -> int:
-    """The power of two that a kernel counts a step's requests in, to find which one a program works on.
+    """The power of two that a kernel looks through a step's requests in, to find what a program works on.
 
     64 at least: each size is a kernel of its own, and where steps aren't captured before the first request comes (prompts inside a
     host), the first step of each size waits until it is compiled.

@@ -59,13 +59,15 @@ class HostBounds:
     """What no step of the host exceeds.
 
     tokens: new tokens; requests: rows; context: tokens of one row, with the step's; page_size: tokens in a page, of which
-    providers are chosen knowing no more than this (the pages that a step names may have another size).
+    providers are chosen knowing no more than this (the pages that a step names may have another size); exports: whether steps
+    export states, for a prefix cache, at most one a row.
     """
 
     tokens: int
     requests: int
     context: int
     page_size: int = 16
+    exports: bool = False
 
 
 def mesh_of(size: int = 1, index: int = 0, handle: Any = None) -> Mesh:
@@ -357,7 +359,10 @@ class HostedModel(torch.nn.Module):
         tokens, requests = ids.shape[0], start.shape[0] - 1
         row = torch.zeros(requests, **integers)
         pages = PageTable(torch.zeros((1, query), **integers), row, row.new_zeros(tokens, dtype=torch.int64), page_size)
-        states = SlotTable(row, row, torch.zeros((0, 3), **integers))
+        # An export after one token of each row, into the null slot.
+        exported = torch.arange(requests if self.bounds.exports else 0, **integers)
+        exports = torch.stack([exported, torch.ones_like(exported), torch.zeros_like(exported)], 1)
+        states = SlotTable(row, row, exports)
         specs = self.caches().values()
         return self.step(
             ids=ids,

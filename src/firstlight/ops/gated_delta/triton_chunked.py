@@ -172,7 +172,7 @@ def run(
     decays = torch.empty((chunks, value_heads, 4, CHUNK), dtype=torch.float32, device=mixed.device)
     sizes = {"HK": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim, "CHUNK": CHUNK}
     per_request = {"BLOCK_R": request_block(requests)}
-    block_exports = power_of_two(max(exports.shape[0], 1))
+    block_exports = request_block(exports.shape[0]) if exports.shape[0] else 1
     width = conv_weight.shape[1]
     promoted = torch.promote_types(mixed.dtype, norm_weight.dtype)
     round_product = promoted == mixed.dtype and promoted.itemsize == 2
