@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from firstlight.hardware.detect import gluon_is_known
 from firstlight.ops.attention import hopper_paged, triton_paged, triton_paged_kernels
 from firstlight.ops.attention_prologue.triton_fused_kernel import attention_prologue_kernel
+from firstlight.ops.triton_launch import ONE_VARIANT
 from firstlight.ops.triton_support import FNUZ_ARCHITECTURES
 
 PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.\w+\.f32\.(\w+)\.\w+|v_mfma_f32_\d+x\d+x\d+_?(f32|f16|bf16)")
@@ -54,14 +55,14 @@ def triton_cases(backend: str) -> list[tuple[str, Any, torch.dtype, dict[str, An
     def prefill(name: str, dtype: torch.dtype, page: int, settings: dict[str, Any]) -> tuple[Any, ...]:
         tiles = cut(8192, dtype)
         sizes = {"BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys, "TOKENS": tiles.tokens, "STAGES": tiles.stages}
-        constants = {**HEADS, **sizes, "PAGE": page, "BLOCK_D": 256, "BLOCK_R": 1, **settings}
+        constants = {**HEADS, **sizes, "PAGE": page, "BLOCK_D": 256, "BLOCK_R": 64, **settings}
         return name, kernels.prefill_kernel, dtype, constants, tiles.warps, tiles.stages
 
     one = cut(1, torch.bfloat16)
-    split = {"BLOCK_M": one.rows, "BLOCK_N": one.keys, "SPLITS": 8, "PAGE": 64, "BLOCK_D": 256}
+    split = {"BLOCK_M": one.rows, "BLOCK_N": one.keys, "IS_SPLIT": True, "PAGE": 64, "BLOCK_D": 256}
     prologue = {"H": 16, "KV": 2, "D": 256, "F": 32, "PAGE": 64, "BLOCK_D": 256, "GATED": True}
     prologue |= {"ZERO_CENTRED": True, "HAS_Q_NORM": True, "HAS_K_NORM": True}
-    merge = {"H": 16, "D": 256, "BLOCK_D": 256, "SPLITS": 8, "BLOCK_S": 8, "HAS_SINKS": False, "sinks_ptr": None}
+    merge = {"H": 16, "D": 256, "BLOCK_D": 256, "BLOCK_S": 8, "HAS_SINKS": False, "sinks_ptr": None}
     return [
         prefill("prefill", torch.bfloat16, 64, PLAIN),
         prefill("prefill, pages of 16", torch.bfloat16, 16, PLAIN),
@@ -91,7 +92,10 @@ def arguments(
         else "fp32" if name in ("scale", "eps") else "i32"
         for name in names
     }  # fmt: skip
-    aligned = [n for n in names if n not in constants and (n.endswith("_ptr") or "_stride_" in n)]
+    told_apart = [
+        n for n in names if n not in constants and n not in {name for some in ONE_VARIANT.values() for name in some}
+    ]
+    aligned = [n for n in told_apart if n.endswith("_ptr") or "_stride_" in n]
     fixed = {(names.index(n),): value for n, value in constants.items()}
     return kinds, fixed, {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
 
@@ -108,10 +112,9 @@ def hopper_sources() -> list[tuple[str, Any]]:
     plain = {"CAUSAL": True, "HAS_SINKS": False, "sinks_ptr": None}
     sources = []
     for name, dtype, settings in (
-        ("hopper", torch.bfloat16, {**HEADS, "BLOCK_R": 1, **plain}),
-        ("hopper, one request", torch.bfloat16, {**HEADS, "BLOCK_R": 1, "requests": 1, **plain}),
-        ("hopper, every key, sinks", torch.bfloat16, {**HEADS, "BLOCK_R": 64, "CAUSAL": False, "HAS_SINKS": True}),
-        ("hopper, heads of 128", torch.float16, {"H": 32, "KV": 8, "D": 128, "BLOCK_R": 4, **plain}),
+        ("hopper", torch.bfloat16, {**HEADS, "BLOCK_R": 64, **plain}),
+        ("hopper, every key, sinks", torch.bfloat16, {**HEADS, "BLOCK_R": 256, "CAUSAL": False, "HAS_SINKS": True}),
+        ("hopper, heads of 128", torch.float16, {"H": 32, "KV": 8, "D": 128, "BLOCK_R": 64, **plain}),
     ):
         kinds, constants, aligned = arguments(prefill_kernel, dtype, {**fixed, **settings})
         block = [1, hopper_paged.PAGE, 1, settings["D"]]

@@ -22,6 +22,7 @@ from firstlight.ops.gated_delta import triton_chunked_kernels as chunked
 from firstlight.ops.gated_delta import triton_decode_kernel as decode
 from firstlight.ops.gated_delta import triton_states_kernels as states
 from firstlight.ops.gated_delta.triton_chunked import choose_cut
+from firstlight.ops.triton_launch import ONE_VARIANT
 
 PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.\w+\.f32\.(\w+)\.\w+|v_mfma_f32_\d+x\d+x\d+_?(f32|f16|bf16)")
 INT32 = {"query_start_ptr", "state_in_ptr", "state_out_ptr", "exports_ptr", "tickets_ptr"}
@@ -37,6 +38,7 @@ FP32 = {
 }
 UNIT_STRIDES = {"weight_stride_w": 1, "conv_stride_w": 1}
 ALIGNED = re.compile(r"\w+_ptr|(mixed|z)_stride_t|(conv|state)_stride_slot")
+UNALIGNED = ONE_VARIANT["do_not_specialize_on_alignment"]
 NARROW = " of bfloat16"
 """Ends the names of kernels whose states are bfloat16 in the pool."""
 PLAIN = {"data_ptr": None, "scale_ptr": None}
@@ -47,9 +49,9 @@ HEADS = {"HK": 16, "HV": 32, "K": 128, "V": 128}
 def cases(backend: str) -> list[tuple[str, Any, dict[str, Any], int]]:
     """(name, kernel, constants, warps) at the sizes of Qwen3.5-35B-A3B, cut as for one request of 8,192 tokens."""
     cut = choose_cut(8192, 1, 32, 128, 8192, exact=False, hip=backend == "hip")
-    chunk = {**HEADS, "CHUNK": 64, "BLOCK_R": 1}
+    chunk = {**HEADS, "CHUNK": 64, "BLOCK_R": 64}
     conv = {"W": 4, "KEY_HEADS": 4, "VALUE_HEADS": 4, "TOKENS": 32}
-    carried = {"BLOCK_V": cut.values, "BLOCK_E": 4, "HAS_EXPORTS": True, "HAS_SEGMENTS": True, "NORM": cut.norm,
+    carried = {"BLOCK_V": cut.values, "BLOCK_E": 64, "HAS_EXPORTS": True, "HAS_SEGMENTS": True, "NORM": cut.norm,
                "ROUND_PRODUCT": True}  # fmt: skip
     fold = {
         "HV": 32,
@@ -57,7 +59,7 @@ def cases(backend: str) -> list[tuple[str, Any, dict[str, Any], int]]:
         "V": 128,
         "CHUNK": 64,
         "BLOCK": 16,
-        "BLOCK_R": 1,
+        "BLOCK_R": 64,
         "PRECISION": "tf32" if backend == "cuda" else "ieee",
     }
     exports = {"HAS_EXPORTS": True, "BLOCK_E": 4}
@@ -68,7 +70,7 @@ def cases(backend: str) -> list[tuple[str, Any, dict[str, Any], int]]:
     return [
         ("convolutions", chunked.convolutions_kernel, {**chunk, **conv}, 4),
         ("matrices", chunked.matrices_kernel, {**chunk, "EXACT": False}, 4),
-        ("windows", chunked.windows_kernel, {"W": 4, "BLOCK_C": 1024, "BLOCK_E": 4}, 4),
+        ("windows", chunked.windows_kernel, {"W": 4, "BLOCK_C": 1024, "BLOCK_E": 64}, 4),
         ("norm", chunked.norm_kernel, norm | PLAIN, 4),
         ("norm packed", chunked.norm_kernel, norm | {"y_ptr": None}, 4),
         ("transitions", states.transitions_kernel, {**chunk, "BLOCK": 64}, 4),
@@ -110,7 +112,7 @@ def main() -> None:
         source = ASTSource(
             kernel, signature={n: "constexpr" if n in fixed else kind_of(n, wide, float8) for n in names},
             constexprs={(names.index(n),): value for n, value in fixed.items()},
-            attrs={(names.index(n),): [["tt.divisibility", 16]] for n in names if n not in fixed and ALIGNED.fullmatch(n)},
+            attrs={(names.index(n),): [["tt.divisibility", 16]] for n in names if n not in fixed and ALIGNED.fullmatch(n) and n not in UNALIGNED},
         )  # fmt: skip
         compiled = triton.compile(
             source, target=target, options={"num_warps": warps, "num_stages": cut_stages(backend)}

@@ -13,7 +13,7 @@ from firstlight.hardware.detect import gluon_is_known
 )
 def test_compiles(backend: str, architecture: str, shared_kib: int) -> None:
     kernels = {line["kernel"]: line for line in printed("compile_attention.py", backend, architecture)}
-    assert len(kernels) == {"90": 15 if gluon_is_known() else 11, "gfx942": 7, "gfx950": 11}[architecture]
+    assert len(kernels) == {"90": 14 if gluon_is_known() else 11, "gfx942": 7, "gfx950": 11}[architecture]
     for name, kernel in kernels.items():
         assert kernel["shared"] <= shared_kib * 1024, kernel
         if name.startswith("prefill") and "float32" not in name:

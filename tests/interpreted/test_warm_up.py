@@ -1,4 +1,4 @@
-"""A hosted model's trial steps on Triton's kernels, before the host has given it memory."""
+"""A hosted model's trial steps on Triton's kernels: they run before the host has given memory, and leave nothing to be compiled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from interpreted.own_process import needs_gluon, printed
 from reference import tiny_config
 
 from firstlight.hardware import GPUS
@@ -32,3 +33,11 @@ def test_every_kind_of_step_runs_on_null_memory(page_size, exports, monkeypatch)
     model.warm_up()
     assert len(finite) == len(list(kinds_of_steps(model.buckets, bounds)))
     assert all(x.isfinite().all() for x in finite)
+
+
+@needs_gluon
+@pytest.mark.parametrize("host", ["vllm", "sglang"])
+def test_steps_of_a_host_need_no_variant_that_no_trial_step_launched(host):
+    lines = printed("warm_up_variants.py", host)
+    assert len(lines) == 15
+    assert {line["step"]: line["new"] for line in lines if line["new"]} == {}

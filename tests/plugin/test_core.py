@@ -163,23 +163,25 @@ def test_warming_up_runs_every_bucket_and_changes_no_answer(name, tmp_path, monk
 
 @pytest.mark.parametrize(
     ("tokens", "requests", "context"),
-    [(2048, 256, 262144), (16640, 256, 4096), (8192, 1, 40), (64, 4096, 512), (266240, 4096, 262144)],
+    [(2048, 256, 262144), (16640, 256, 4096), (8192, 1, 40), (8192, 3, 1), (64, 4096, 512), (266240, 4096, 262144)],
 )
 def test_trial_steps_come_to_every_bucket_of_a_gpu_and_not_beyond(tokens, requests, context):
     bounds = HostBounds(tokens=tokens, requests=requests, context=context)
     options = EngineOptions.load({"model": "-", "max_running": requests, "step_tokens": tokens})
     buckets = bucket_ladder(options, context, H200, fillable=False)
     reached = set()
-    for decode, counts in kinds_of_steps(buckets, bounds):
+    for decode, counts, bound in kinds_of_steps(buckets, bounds):
         assert counts[:decode] == [1] * decode
         assert min(counts) > 0
+        assert max(counts) <= bound <= context
         assert len(counts) <= min(requests, TRIAL_ROWS)
-        assert max(counts) <= min(context, TRIAL_TOKENS)
+        assert sum(counts) - decode <= TRIAL_TOKENS
         # As `HostedModel.step` asks for a bucket.
         query = 1 if decode == len(counts) else max(2, *counts)
         needed = Bucket(0, sum(counts), len(counts), query, 1, 0)
         reached.add(next(bucket.index for bucket in buckets if bucket.holds(needed)))
-    within = [b for b in buckets if b.query <= min(context, TRIAL_TOKENS) and (b.query > 1 or b.requests <= TRIAL_ROWS)]
+    most = min(TRIAL_TOKENS, requests * context)
+    within = [b for b in buckets if (b.requests <= TRIAL_ROWS if b.query == 1 else b.query <= most)]
     assert reached >= {bucket.index for bucket in within}
 
 

@@ -35,6 +35,15 @@ from triton.runtime import JITFunction, driver
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 """What a launch may name beside the kernel's arguments."""
+ONE_VARIANT: Mapping[str, Any] = {
+    "do_not_specialize": ("requests", "exports_count", "segment_chunks", "pages_stride_row", "splits"),
+    "do_not_specialize_on_alignment": (
+        "query_start_ptr", "length_ptr", "row_ptr", "state_in_ptr", "state_out_ptr", "exports_ptr", "live_ptr",
+    ),
+}  # fmt: skip
+"""Numbers that aren't compiled in if they are 1 or 16 divides them, and pointers whose alignment isn't, in every kernel that has one of
+these names. They say where a step's requests are, and are read or used once a program, so a variant gains nothing; but each is
+compiled when the first step comes that has it."""
 START = """
 def start(_grid, {parameters}):
     _device = _current_device()
@@ -74,7 +83,7 @@ class Kernel(JITFunction):
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
+        super().__init__(function, **ONE_VARIANT)
         self.variants: dict[Any, tuple[Any, ...]] = {}
         self._start: Callable[..., Any] | None = None
 
@@ -144,7 +153,7 @@ class Kernel(JITFunction):
 def kernel(function: Callable[..., Any]) -> Any:
     """Declare a kernel that the host launches. `Kernel` knows one release of Triton, and CUDA; elsewhere it is `triton.jit`."""
     known = triton.__version__.startswith("3.6.") and torch.version.hip is None
-    return Kernel(function) if known and not knobs.runtime.interpret else triton.jit(function)
+    return Kernel(function) if known and not knobs.runtime.interpret else triton.jit(function, **ONE_VARIANT)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from firstlight.engine.table import timings_of
 from firstlight.errors import FirstlightError
 from firstlight.hardware import detect
 from firstlight.models import CausalModel, build_model
-from firstlight.models.buckets import MIXED_PROMPTS, bucket_ladder
+from firstlight.models.buckets import bucket_ladder
 from firstlight.models.registry import refuse_predicted_only
 from firstlight.models.walk import bind_model
 from firstlight.nn.module import Module
@@ -47,9 +47,13 @@ from firstlight.weights.streaming import load_streaming
 logger = logging.getLogger(__name__)
 
 TRIAL_TOKENS, TRIAL_ROWS = 16384, 512
-"""Of prompts, and rows, in a trial step at most: larger ones launch the same kernels, and the host may never ask for them."""
-TRIAL_DECODE_ROWS = (3, 96, 224)
-"""Beside a prompt in trial steps: kernels that look for a token's row come in sizes of 64, 128 and 256 rows (`request_block`)."""
+"""Of prompts, and rows, in a trial step at most: larger ones launch much the same kernels, and the host may never ask for them."""
+TRIAL_PROMPTS = (5, 96, 224)
+"""Prompts at once: kernels that look for a token's request come in sizes of 64, 128, 256 and more (`request_block`)."""
+TRIAL_DECODE_ROWS = 3
+"""Beside prompts; an odd number, so that the rows behind them don't begin at an aligned address."""
+SHORT_PROMPTS = (2, 4, 8, 16, 32)
+"""Tokens of prompts, of which attention takes all at once."""
 TOWER = "model.visual."
 """Where the tensors of a vision tower are, which text-only models leave out."""
 
@@ -60,7 +64,7 @@ class HostBounds:
 
     tokens: new tokens; requests: rows; context: tokens of one row, with the step's; page_size: tokens in a page, of which
     providers are chosen knowing no more than this (the pages that a step names may have another size); exports: whether steps
-    export states, for a prefix cache, at most one a row.
+    export states, for a prefix cache, at most one a row; index_dtype: of `PageTable.row` and `length` in a step.
     """
 
     tokens: int
@@ -68,6 +72,7 @@ class HostBounds:
     context: int
     page_size: int = 16
     exports: bool = False
+    index_dtype: torch.dtype = torch.int32
 
 
 def mesh_of(size: int = 1, index: int = 0, handle: Any = None) -> Mesh:
@@ -269,10 +274,9 @@ class HostedModel(torch.nn.Module):
         this the first request of each kind would wait for that, a second or so a kernel. Needs weights.
         """
         with _plain_defaults(), torch.no_grad():
-            for decode_rows, counts in kinds_of_steps(self.buckets, self.bounds):
+            for decode_rows, counts, context in kinds_of_steps(self.buckets, self.bounds):
                 start = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=self.device)
                 ids = torch.arange(sum(counts), device=self.device) % self.vocab_size
-                context = self.bounds.context if decode_rows else max(counts)
                 step = self._null_step(ids, ids, start, decode_rows, max(counts), context, self.bounds.page_size)
                 self.logits(self.hidden(step)[: len(counts)])
 
@@ -281,7 +285,15 @@ class HostedModel(torch.nn.Module):
         if self.device.type != "cuda":
             return
         begin = time.monotonic()
-        self.warm_up()
+        try:
+            self.warm_up()
+        except torch.OutOfMemoryError as error:
+            if self.model.embed_tokens.group.size > 1:  # the other ranks are in the middle of a collective
+                raise
+            self.logger.warning(
+                "Firstlight: not every kind of step could be tried, so that kernels will be compiled while requests wait: %s",
+                error,
+            )
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         self.logger.info("Firstlight: a step of every kind has run, in %.1f s", time.monotonic() - begin)
@@ -305,7 +317,7 @@ class HostedModel(torch.nn.Module):
 
         ids: [T] token ids of any integer dtype, the rows one behind the other, of which the first `decode_requests` have one
         token each. positions: [T], or [3, T] with MRoPE. query_start: [R + 1] int32. length: [R] int32, context with this step.
-        tables: one for each group that `set_group` named. live: [1] int32, real tokens; what comes after them is padding, and
+        tables: one for each group that `set_group` named; rows and lengths may be int64 as well. live: [1] int32, real tokens; what comes after them is padding, and
         so are rows without tokens at the end. max_query, max_context: bounds of a row, which the host knows without asking.
         Raises FirstlightError if the step exceeds the bounds that the model was built for.
         """
@@ -357,8 +369,9 @@ class HostedModel(torch.nn.Module):
         """Rows from `start` [R + 1] int32, each without context before it. query, context: bounds of a row."""
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         tokens, requests = ids.shape[0], start.shape[0] - 1
-        row = torch.zeros(requests, **integers)
-        pages = PageTable(torch.zeros((1, query), **integers), row, row.new_zeros(tokens, dtype=torch.int64), page_size)
+        row, index_dtype = torch.zeros(requests, **integers), self.bounds.index_dtype
+        table = torch.zeros((1, -(-query // page_size)), **integers)
+        pages = PageTable(table, row.to(index_dtype), row.new_zeros(tokens, dtype=torch.int64), page_size)
         # An export after one token of each row, into the null slot.
         exported = torch.arange(requests if self.bounds.exports else 0, **integers)
         exports = torch.stack([exported, torch.ones_like(exported), torch.zeros_like(exported)], 1)
@@ -368,7 +381,7 @@ class HostedModel(torch.nn.Module):
             ids=ids,
             positions=positions,
             query_start=start,
-            length=start[1:] - start[:-1],
+            length=(start[1:] - start[:-1]).to(index_dtype),
             tables={spec.group: pages if isinstance(spec, PagedSpec) else states for spec in specs},
             live=start[-1:],
             decode_requests=decode_rows,
@@ -417,24 +430,40 @@ class HostedModel(torch.nn.Module):
         )
 
 
-def kinds_of_steps(buckets: Iterable[Bucket], bounds: HostBounds) -> Iterator[tuple[int, list[int]]]:
-    """(decode rows at its start, tokens of each row) of steps that between them launch what is bound for these buckets.
+def kinds_of_steps(buckets: Iterable[Bucket], bounds: HostBounds) -> Iterator[tuple[int, list[int], int]]:
+    """(decode rows at its start, tokens of each row, bound of contexts) of steps that between them launch what is bound for buckets.
 
-    Decode rows alone; and of prompts as many tokens as a bucket is for, as one row, as several, and behind decode rows.
+    Decode rows alone; of prompts as many tokens as a bucket is for: in as few rows as the context allows, one token fewer, in many
+    rows, and behind decode rows; and short prompts with short and long contexts.
     """
+    longest = bounds.context
     for bucket in buckets:
-        rows = min(bucket.requests, bounds.requests, TRIAL_ROWS)
+        most = min(bucket.requests, bounds.requests, TRIAL_ROWS)
         if bucket.query == 1:
-            yield rows, [1] * rows
+            for rows in sorted({most, max(1, most - 1)}):
+                yield rows, [1] * rows, longest
             continue
-        prompt = min(bucket.query, bounds.context, TRIAL_TOKENS)
-        yield 0, [prompt]
-        several = min(rows, MIXED_PROMPTS, prompt // 2)
-        if several > 1:
-            yield 0, [prompt * (i + 1) // several - prompt * i // several for i in range(several)]
-        for decode in TRIAL_DECODE_ROWS:
-            if decode < rows and decode + prompt <= bucket.tokens:
-                yield decode, [1] * decode + [prompt]
+        tokens = min(bucket.query, TRIAL_TOKENS, most * longest)
+        few = -(-tokens // longest)
+        yield 0, dealt(tokens, few), longest
+        if tokens - 1 > few:
+            yield 0, dealt(tokens - 1, few), longest
+        for rows in TRIAL_PROMPTS:
+            if few < rows <= min(most, tokens // 2):
+                short = rows - few
+                yield 0, [2] * short + dealt(tokens - 2 * short, few), longest
+        decode = min(TRIAL_DECODE_ROWS, most - few)
+        if 0 < decode <= bucket.tokens - tokens:
+            yield decode, [1] * decode + dealt(tokens, few), longest
+    for tokens in SHORT_PROMPTS:
+        if tokens <= min(bounds.tokens, longest):
+            for context in sorted({tokens, longest}):
+                yield 0, [tokens], context
+
+
+def dealt(tokens: int, rows: int) -> list[int]:
+    """So many tokens, one at least, over rows, as evenly as they go."""
+    return [tokens * (i + 1) // rows - tokens * i // rows for i in range(rows)]
 
 
 def _cache_tensors(spec: CacheSpec) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from firstlight.ops.triton_launch import ONE_VARIANT
+
 LOG2_E = gl.constexpr(1.4426950408889634)
 WARPS = gl.constexpr(4)
 """Of a group that computes."""
@@ -200,7 +202,7 @@ def attend_rows(
     gl.store(p_out, q_smem.load(WIDE), mask=m_m)
 
 
-@gluon.jit
+@gluon.jit(**ONE_VARIANT)
 def prefill_kernel(
     q_ptr, k_desc, v_desc, pages_ptr, row_ptr, query_start_ptr, length_ptr, sinks_ptr, out_ptr, scale, requests,
     q_stride_t, q_stride_h, pages_stride_row, out_stride_t, out_stride_h,

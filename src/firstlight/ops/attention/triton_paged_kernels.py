@@ -220,6 +220,7 @@ def split_kernel(
     summary_ptr,
     scale,
     window,
+    splits,
     q_stride_t,
     q_stride_h,
     k_stride_page,
@@ -238,15 +239,15 @@ def split_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """All new tokens of a request, against one of SPLITS parts of its context."""
+    """All new tokens of a request, against one of `splits` parts of its context."""
     GROUP: tl.constexpr = H // KV
-    i_kv = tl.program_id(0) // SPLITS
-    i_s = tl.program_id(0) % SPLITS
+    i_kv = tl.program_id(0) // splits
+    i_s = tl.program_id(0) % splits
     i_r = tl.program_id(1)
     first, count, context, table_ptr = find_request(
         i_r, query_start_ptr, length_ptr, pages_ptr, row_ptr, pages_stride_row
@@ -268,7 +269,7 @@ def split_kernel(
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(0, context - count - window + 1) // BLOCK_N * BLOCK_N
-    share = (tl.maximum(context - begin, 0) + SPLITS - 1) // SPLITS
+    share = (tl.maximum(context - begin, 0) + splits - 1) // splits
     share = (share + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     start = begin + i_s * share
     stop = tl.minimum(start + share, context)
@@ -285,14 +286,14 @@ def split_kernel(
             D, PAGE, BLOCK_D, BLOCK_N, False, CAUSAL, HAS_WINDOW,
         )  # fmt: skip
 
-    if SPLITS == 1:
+    if not IS_SPLIT:
         if HAS_SINKS:
             total, acc = add_sinks(highest, total, acc, sinks_ptr, head, m_m)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         p_out = out_ptr + o_t[:, None] * out_stride_t + head[:, None] * out_stride_h + o_d[None, :]
         tl.store(p_out, acc.to(out_ptr.dtype.element_ty), mask=m_q)
     else:
-        o_part = (o_t * H + head) * SPLITS + i_s
+        o_part = (o_t * H + head) * splits + i_s
         tl.store(partial_ptr + o_part[:, None] * D + o_d[None, :], acc, mask=m_q)
         tl.store(summary_ptr + o_part * 2, highest, mask=m_m)
         tl.store(summary_ptr + o_part * 2 + 1, total, mask=m_m)
@@ -304,12 +305,12 @@ def merge_kernel(
     summary_ptr,
     sinks_ptr,
     out_ptr,
+    splits,
     out_stride_t,
     out_stride_h,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
@@ -318,8 +319,8 @@ def merge_kernel(
     i_h = tl.program_id(1)
     o_s = tl.arange(0, BLOCK_S)
     o_d = tl.arange(0, BLOCK_D)
-    m_s = o_s < SPLITS
-    o_part = (i_t * H + i_h) * SPLITS + o_s
+    m_s = o_s < splits
+    o_part = (i_t * H + i_h) * splits + o_s
     b_part = tl.load(
         partial_ptr + o_part[:, None] * D + o_d[None, :], mask=m_s[:, None] & (o_d < D)[None, :], other=0.0
     )

@@ -226,5 +226,11 @@ def _bounds(options: Any, context: int) -> HostBounds:
     requests = options.max_running_requests or 4096
     chunk = options.chunked_prefill_size or -1
     prompt = max(options.max_prefill_tokens, context) if chunk < 0 else max(options.max_prefill_tokens, chunk)
-    cached = not options.disable_radix_cache
-    return HostBounds(tokens=prompt + requests, requests=requests, context=context, page_size=1, exports=cached)
+    return HostBounds(
+        tokens=prompt + requests,
+        requests=requests,
+        context=context,
+        page_size=1,
+        exports=not options.disable_radix_cache,
+        index_dtype=torch.int64,
+    )
