@@ -40,7 +40,9 @@ class Options(BaseModel):
         for name, field in cls.model_fields.items():
             if (text := environment.get(ENVIRONMENT_PREFIX + name.upper())) is not None:
                 # A list is written with commas: FIRSTLIGHT_OP=attention=reference,linear=torch
-                values[name] = [part for part in text.split(",") if part] if field.default == () else text
+                values[name] = (
+                    [part.strip() for part in text.split(",") if part.strip()] if field.default == () else text
+                )
         values.update({name: value for name, value in given.items() if value is not None})
         return cls(**values)
 

@@ -34,6 +34,12 @@ LEFT: dict[str, tuple[str, dict[str, Any], str]] = {
     "format": ("qwen3", {"load_format": "sharded_state"}, "--load-format sharded_state"),
     "head": ("qwen3", {"enable_fp32_lm_head": True}, "--enable-fp32-lm-head"),
     "offload": ("qwen3", {"cpu_offload_gb": 1}, "--cpu-offload-gb 1"),
+    "decrypted": ("llama", {"decrypted_config_file": "config.json"}, "--decrypted-config-file config.json"),
+    "pairs": (
+        "llama",
+        {"json_model_override_args": '{"rope_is_neox_style": false}'},
+        "rope_is_neox_style = False in config.json is not served",
+    ),
     "split": ("qwen3", {"tp_size": 3}, "4 units of 1 can't be split evenly over 3"),
     "windows": (
         "qwen3_next",
@@ -137,6 +143,25 @@ def test_others_are_left_alone(family: str, environment: dict[str, str], said: l
         assert outcome.said(text)
     for prompt, answer in zip(given, outcome.rounds[0]["answers"], strict=True):
         check_greedy(reference, prompt, answer)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"FIRSTLIGHT_PLUGIN": "Off"}, "Firstlight: FIRSTLIGHT_PLUGIN: Input should be 'on' or 'off'; it is 'Off'"),
+        (
+            {"FIRSTLIGHT_PLUGIN_SKIP": "Qwen2ForCausalLM"},
+            "Firstlight: FIRSTLIGHT_PLUGIN_SKIP: Qwen2ForCausalLM: we serve",
+        ),
+        ({"FIRSTLIGHT_PLUGINS": "off"}, "Firstlight: FIRSTLIGHT_PLUGINS sets no option"),
+    ],
+)
+def test_a_wrong_switch_ends_the_start(environment: dict[str, str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "cases.json").write_text("{}")
+    script = WORKER.with_name("sglang_configurations.py")
+    ended = start([str(script), str(tmp_path / "cases.json"), str(tmp_path / "result.json")], environment)
+    assert ended.returncode == 1, ended.stdout
+    assert said in ended.stdout
 
 
 def test_only_registries_of_sglang_differ(tmp_path: Path) -> None:

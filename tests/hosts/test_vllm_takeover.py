@@ -31,6 +31,9 @@ LEFT: dict[str, tuple[str, dict[str, Any], str]] = {
     "embeds": ("qwen3", {"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
     "pooling": ("qwen3", {"runner": "pooling"}, "--runner pooling"),
     "format": ("qwen3", {"load_format": "sharded_state"}, "--load-format sharded_state"),
+    "offload": ("qwen3", {"offload_backend": "prefetch", "offload_group_size": 2}, "--offload-group-size is"),
+    "logit_scale": ("llama", {"hf_overrides": {"logit_scale": 0.5}}, "logit_scale = 0.5 in config.json is not served"),
+    "both_ways": ("qwen3", {"hf_overrides": {"is_causal": False}}, "is_causal = False in config.json is not served"),
     "split": ("qwen3", {"tensor_parallel_size": 4, "hf_overrides": {"intermediate_size": 258}}, "258 units of 1"),
     "rope": (
         "llama",
@@ -106,9 +109,16 @@ def test_switches_leave_models_to_vllm(checkpoints: Callable[[str], Path], tmp_p
 
 def test_our_class_asked_for_by_name_refuses_what_it_cannot(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     ours = {"model": str(checkpoints("qwen3")), "hf_overrides": {"architectures": ["FirstlightForCausalLM"]}}
-    outcome = configurations(tmp_path, {"plain": ours, "lora": {**ours, "enable_lora": True}})
+    hybrid = {**ours, "model": str(checkpoints("qwen3_next"))}
+    outcome = configurations(tmp_path, {"plain": ours, "lora": {**ours, "enable_lora": True}, "hybrid": hybrid})
+    assert "this model keeps recurrent states: ask for FirstlightHybridForCausalLM" in outcome["hybrid"]["error"]
     assert outcome["plain"]["architecture"] == "FirstlightForCausalLM"
     assert "FirstlightForCausalLM was asked for, but --enable-lora is not served" in outcome["lora"]["error"]
+
+
+def test_batch_invariance_is_left_to_vllm(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    outcome = configurations(tmp_path, {"plain": {"model": str(checkpoints("qwen3"))}}, {"VLLM_BATCH_INVARIANT": "1"})
+    assert "VLLM_BATCH_INVARIANT is not served" in outcome["plain"]["log"][0]
 
 
 def test_vllm_speculates_with_its_own_class(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:

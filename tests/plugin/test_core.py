@@ -25,6 +25,7 @@ from firstlight.plugin import core
 from firstlight.plugin.core import (
     TRIAL_ROWS,
     TRIAL_TOKENS,
+    UNREAD,
     HostBounds,
     HostedModel,
     describe,
@@ -136,6 +137,18 @@ def test_defaults_of_the_host_change_nothing(tmp_path):
     give_memory(model)
     ids = forward.sequence(20)
     assert torch.equal(logits(model, ids, ()), forward.logits(forward.load(tmp_path), ids, ()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(n, 0.5 if usual == 1.0 and usual is not True else not usual) for n, usual in UNREAD.items()]
+)
+def test_fields_that_hosts_heed_are_refused(name, value):
+    for config in (tiny_config("llama"), {"text_config": tiny_config("qwen3_5")} | tiny_config("qwen3_5")):
+        describe(config | {name: UNREAD[name]}, dtype=torch.float32)
+        with pytest.raises(
+            FirstlightError, match=f"{name} = {value} in config.json is not served, only {UNREAD[name]}"
+        ):
+            describe(config | {name: value}, dtype=torch.float32)
 
 
 def test_a_null_step_runs_before_there_is_memory(tmp_path):

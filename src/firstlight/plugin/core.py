@@ -48,12 +48,22 @@ logger = logging.getLogger(__name__)
 
 TRIAL_TOKENS, TRIAL_ROWS = 16384, 512
 """Of prompts, and rows, in a trial step at most: larger ones launch much the same kernels, and the host may never ask for them."""
-TRIAL_PROMPTS = (5, 96, 224)
+TRIAL_PROMPTS = (5, 40, 96, 224)
 """Prompts at once: kernels that look for a token's request come in sizes of 64, 128, 256 and more (`request_block`)."""
 TRIAL_DECODE_ROWS = 3
 """Beside prompts; an odd number, so that the rows behind them don't begin at an aligned address."""
 SHORT_PROMPTS = (2, 4, 8, 16, 32)
 """Tokens of prompts, of which attention takes all at once."""
+UNREAD = {
+    "rope_is_neox_style": True,
+    "logit_scale": 1.0,
+    "is_causal": True,
+    "layer_scale": False,
+    "bias": False,
+    "qkv_bias": False,
+    "qk_norm": False,
+}
+"""Fields of a config.json that classes of hosts read for our families and we don't, with the value that changes nothing."""
 TOWER = "model.visual."
 """Where the tensors of a vision tower are, which text-only models leave out."""
 
@@ -94,9 +104,13 @@ def describe(
     """The text model of a config.json on the meta device: sizes and caches, no weights.
 
     Raises FirstlightError or ValueError, for people, where we can't run it: an unknown family, a quantisation that we don't
-    read, sizes that the mesh can't split. Adapters call it early to find out.
+    read, sizes that the mesh can't split, a field that a host would heed and we don't. Adapters call it early to find out.
     """
     refuse_predicted_only(config, "config.json")
+    for fields in (config, config.get("text_config") or {}):
+        for name, usual in UNREAD.items():
+            if fields.get(name, usual) not in (usual, None):
+                raise FirstlightError(f"{name} = {fields[name]!r} in config.json is not served, only {usual!r}")
     with _plain_defaults():
         return build_model(
             text_only(config), dtype=dtype, mesh=mesh, scheme=_scheme(config, dtype), cache_dtype=cache_dtype

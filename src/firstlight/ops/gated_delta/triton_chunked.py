@@ -172,7 +172,8 @@ def run(
     decays = torch.empty((chunks, value_heads, 4, CHUNK), dtype=torch.float32, device=mixed.device)
     sizes = {"HK": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim, "CHUNK": CHUNK}
     per_request = {"BLOCK_R": request_block(requests)}
-    block_exports = request_block(exports.shape[0]) if exports.shape[0] else 1
+    # 32 at least, as with `request_block`; at 64 the kernel of states spills more registers.
+    block_exports = max(32, power_of_two(exports.shape[0])) if exports.shape[0] else 1
     width = conv_weight.shape[1]
     promoted = torch.promote_types(mixed.dtype, norm_weight.dtype)
     round_product = promoted == mixed.dtype and promoted.itemsize == 2

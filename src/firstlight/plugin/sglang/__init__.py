@@ -24,7 +24,8 @@ import os
 import sys
 from importlib.metadata import version
 
-from firstlight.config import PluginOptions
+from firstlight.errors import FirstlightError
+from firstlight.plugin.switches import switches, without_effect
 
 MODELS = "firstlight.plugin.sglang.models"
 EXTERNAL_PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -35,7 +36,16 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Entry point: have SGLang take our models, with defaults of options that suit them."""
+    """Entry point: have SGLang take our models, with defaults of options that suit them. Ends the start for wrong switches."""
+    try:
+        _register()
+    except FirstlightError as error:  # of an exception SGLang would make a line of its log, and start all the same
+        raise SystemExit(f"Firstlight: {error}") from None
+
+
+def _register() -> None:
+    if ignored := without_effect():
+        logger.warning("Firstlight: %s", ignored)
     if reason := inactive():
         logger.warning("Firstlight is not active: %s", reason)
         return
@@ -53,8 +63,8 @@ def register() -> None:
 
 
 def inactive() -> str | None:
-    """Why SGLang's own models serve all architectures, or None: the switch, or the version."""
-    if PluginOptions.load({}).plugin == "off":
+    """Why SGLang's own models serve all architectures, or None: the switch, or the version. Raises what `switches` does."""
+    if switches().plugin == "off":
         return "FIRSTLIGHT_PLUGIN=off"
     return unsupported_version(version("sglang"))
 

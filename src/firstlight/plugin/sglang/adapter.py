@@ -51,6 +51,7 @@ from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_parallel, get_server_args
+from sglang.srt.utils.hf_transformers_utils import get_context_length
 
 from firstlight.cache.spec import PagedSpec
 from firstlight.errors import FirstlightError
@@ -96,7 +97,7 @@ class HostedCausalModel(torch.nn.Module, metaclass=HostAttributes):
         options, group = get_server_args(), get_parallel().tp_group
         text, size = config.get_text_config(), group.world_size
         device, self.dtype = torch.empty(0).device, torch.get_default_dtype()  # SGLang's defaults here
-        context = options.context_length or text.max_position_embeddings
+        context = options.context_length or get_context_length(text)
         self.bounds = _bounds(options, context)
         self.hosted = HostedModel(
             published_config(options),

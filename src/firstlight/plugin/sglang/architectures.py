@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from firstlight.config import PluginOptions
 from firstlight.errors import FirstlightError
+from firstlight.plugin.switches import switches
 
 SERVED = (
     "LlamaForCausalLM",
@@ -19,7 +19,7 @@ SERVED = (
 
 def active() -> tuple[str, ...]:
     """Those that FIRSTLIGHT_PLUGIN_SKIP doesn't name. Raises FirstlightError if it names others."""
-    skip = PluginOptions.load({}).plugin_skip
+    skip = switches().plugin_skip
     if unknown := sorted(set(skip) - set(SERVED)):
         raise FirstlightError(f"FIRSTLIGHT_PLUGIN_SKIP: {', '.join(unknown)}: we serve {', '.join(SERVED)}")
     return tuple(name for name in SERVED if name not in skip)

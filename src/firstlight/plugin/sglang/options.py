@@ -56,6 +56,8 @@ SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     "rl_quant_profile": (None,),
     "load_format": ("auto", "safetensors", "dummy"),
     "custom_weight_loader": (None, [], ()),
+    "decrypted_config_file": (None, ""),
+    "model_config_parser": ("auto", "hf"),
     "weight_cache_mode": ("off",),
     "kt_weight_path": (None,),
     "cpu_offload_gb": (0,),

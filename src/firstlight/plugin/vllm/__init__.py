@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 from importlib.metadata import PackageNotFoundError, version
 
-from firstlight.config import PluginOptions
+from firstlight.plugin.switches import switches, without_effect
 
 VERSIONS = ("0.26", "0.32")
 """Releases, by their first two numbers, in which our models have been run."""
@@ -39,8 +39,10 @@ logger = logging.getLogger("vllm.firstlight")  # below vLLM's own, so that its s
 
 
 def register() -> None:
-    """Add our models to vLLM's registries; does so once, however often it is called."""
-    options = PluginOptions.load({})
+    """Add our models to vLLM's registries; does so once, however often it is called. Raises what `switches` does."""
+    options = switches()
+    if ignored := without_effect():
+        logger.warning("Firstlight: %s", ignored)
     if options.plugin == "off":
         logger.info("Firstlight is off (FIRSTLIGHT_PLUGIN=off)")
         return

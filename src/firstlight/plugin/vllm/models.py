@@ -15,10 +15,9 @@ from vllm.platforms import current_platform
 
 from firstlight.cache import SlotSpec
 from firstlight.nn.module import caches
-from firstlight.parallel import Mesh
-from firstlight.plugin.core import HostBounds, HostedModel, describe, mesh_of
+from firstlight.plugin.core import HostBounds, HostedModel, mesh_of
 from firstlight.plugin.vllm.memory import GroupMetadata, PageMemory, memory_of, state_tensors
-from firstlight.plugin.vllm.takeover import GPU_PAGE_TOKENS, config_dict
+from firstlight.plugin.vllm.takeover import GPU_PAGE_TOKENS, config_dict, described
 from firstlight.step import StepBatch
 
 logger = logging.getLogger("vllm.firstlight")
@@ -131,7 +130,4 @@ class HybridForCausalLM(ForCausalLM, HasInnerState, IsHybrid, SupportsMambaPrefi
 
 
 def _state_spec(vllm_config: Any) -> SlotSpec:
-    model = vllm_config.model_config
-    mesh = Mesh.of(tp=vllm_config.parallel_config.tensor_parallel_size)
-    described = describe(config_dict(model), dtype=model.dtype, mesh=mesh)
-    return next(spec for spec in caches(described).values() if isinstance(spec, SlotSpec))
+    return next(spec for spec in caches(described(vllm_config)).values() if isinstance(spec, SlotSpec))

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from vllm import ModelRegistry
+from vllm import ModelRegistry, envs
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
+from firstlight.cache import SlotSpec
 from firstlight.errors import FirstlightError
+from firstlight.models import CausalModel
+from firstlight.nn.module import caches
 from firstlight.parallel import Mesh
 from firstlight.plugin.active import ACTIVE
 from firstlight.plugin.core import describe
@@ -102,6 +105,10 @@ class OwnHook(VerifyAndUpdateConfig):
         architecture = vllm_config.model_config.architecture
         if reason := objection(vllm_config):
             raise ValueError(f"{architecture} was asked for, but {reason}")
+        if architecture == DENSE and any(
+            isinstance(spec, SlotSpec) for spec in caches(described(vllm_config)).values()
+        ):
+            raise ValueError(f"{DENSE} was asked for, but this model keeps recurrent states: ask for {HYBRID}")
         keep_states_at_block_ends(vllm_config)
         vllm_config.model_config.quantization = None
         ACTIVE.labels("vllm", architecture, VERSION).set(1)
@@ -127,10 +134,16 @@ def objection(config: Any) -> str | None:
     ):
         return "images and videos are not served; with --language-model-only we serve the text model"
     try:
-        describe(config_dict(model), dtype=model.dtype, mesh=Mesh.of(tp=config.parallel_config.tensor_parallel_size))
+        described(config)
     except (FirstlightError, ValueError) as error:
         return str(error)
     return None
+
+
+def described(config: Any) -> CausalModel:
+    """The model of a VllmConfig, on the meta device. Raises what `describe` does."""
+    model = config.model_config
+    return describe(config_dict(model), dtype=model.dtype, mesh=Mesh.of(tp=config.parallel_config.tensor_parallel_size))
 
 
 def _options(config: Any) -> dict[str, bool]:
@@ -166,7 +179,9 @@ def _options(config: Any) -> dict[str, bool]:
         "--kv-offloading-size": cache.kv_offloading_size is not None,
         "--kv-transfer-config": config.kv_transfer_config is not None,
         "--ec-transfer-config": config.ec_transfer_config is not None,
-        "--cpu-offload-gb": offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
+        "--cpu-offload-gb": offload.uva.cpu_offload_gb > 0,
+        "--offload-group-size": offload.prefetch.offload_group_size > 0,
+        "VLLM_BATCH_INVARIANT": bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
         "--attention-backend": config.attention_config.backend is not None,
         f"--quantization {model.quantization}": model.quantization is not None and not declared,
         "--enable-prompt-embeds": model.enable_prompt_embeds,

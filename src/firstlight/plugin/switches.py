@@ -1,0 +1,43 @@
+"""What environment variables say to the plugins: whether they are on, and what they leave to the host. Imports no host and no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+
+from firstlight.config import ENVIRONMENT_PREFIX, EngineOptions, Options, PluginOptions, unknown_variables
+from firstlight.errors import FirstlightError
+
+INSIDE_HOSTS = ("plugin", "plugin_skip", "op", "invariant", "table")
+"""Options that hold inside a host; what the others say, the host's own options do."""
+
+
+def switches(environment: Mapping[str, str] | None = None) -> PluginOptions:
+    """The plugins' options.
+
+    Raises FirstlightError, naming the variable, for a value that isn't legal and for a variable with our prefix that sets no option.
+    """
+    environment = os.environ if environment is None else environment
+    for name, nearest in unknown_variables(environment).items():
+        raise FirstlightError(f"{name} sets no option; unset it, or set {nearest} if that is meant")
+    kinds: tuple[tuple[type[Options], dict[str, str]], ...] = ((PluginOptions, {}), (EngineOptions, {"model": "-"}))
+    variables = {ENVIRONMENT_PREFIX + name.upper(): name for name in INSIDE_HOSTS}
+    held = {name: text for name, text in environment.items() if name in variables}
+    for kind, given in kinds:
+        try:
+            kind.load(given, held)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            variable = ENVIRONMENT_PREFIX + str(wrong["loc"][0]).upper()
+            raise FirstlightError(f"{variable}: {wrong['msg']}; it is {environment[variable]!r}") from None
+    return PluginOptions.load({}, held)
+
+
+def without_effect(environment: Mapping[str, str] | None = None) -> str | None:
+    """A line on variables that set an option of ours and mean nothing inside a host, or None."""
+    environment = os.environ if environment is None else environment
+    held = {ENVIRONMENT_PREFIX + name.upper() for name in INSIDE_HOSTS}
+    rest = sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in held)
+    return f"{', '.join(rest)}: of no effect here; the host's own options hold" if rest else None

@@ -1,0 +1,35 @@
+"""The plugins' environment variables: right values, and clear errors for all others."""
+
+from __future__ import annotations
+
+import pytest
+
+from firstlight.errors import FirstlightError
+from firstlight.plugin.switches import switches, without_effect
+
+
+def test_values_and_defaults():
+    assert switches({}).plugin == "on"
+    assert switches({"FIRSTLIGHT_PLUGIN_SKIP": " A, B,"}).plugin_skip == ("A", "B")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("FIRSTLIGHT_PLUGIN", "Off", "FIRSTLIGHT_PLUGIN: Input should be 'on' or 'off'; it is 'Off'"),
+        ("FIRSTLIGHT_PLUGIN", "", "FIRSTLIGHT_PLUGIN: Input should be 'on' or 'off'; it is ''"),
+        ("FIRSTLIGHT_INVARIANT", "maybe", "FIRSTLIGHT_INVARIANT: .*'maybe'"),
+        ("FIRSTLIGHT_PLUGINS", "off", "FIRSTLIGHT_PLUGINS sets no option; unset it, or set FIRSTLIGHT_PLUGIN"),
+    ],
+)
+def test_wrong_ones_are_named(name, text, message):
+    with pytest.raises(FirstlightError, match=message):
+        switches({name: text})
+
+
+def test_what_means_nothing_inside_a_host_is_said():
+    held = {"FIRSTLIGHT_OP": "linear=reference", "FIRSTLIGHT_PLUGIN": "on"}
+    assert without_effect(held) is None
+    said = without_effect({**held, "FIRSTLIGHT_KV_DTYPE": "x", "FIRSTLIGHT_PORT": "1"})
+    assert said is not None
+    assert said.startswith("FIRSTLIGHT_KV_DTYPE, FIRSTLIGHT_PORT: of no effect here")
