@@ -1,6 +1,6 @@
 """Which variants of kernels a hosted model's trial steps leave to be compiled when steps of a host come; nothing is compiled here.
 
-    python warm_up_variants.py vllm | sglang
+    python warm_up_variants.py vllm | sglang KV_HEADS
 
 Prints a line of JSON a step: {"step": name, "new": {kernel: how many variants of it no trial step launched}}.
 """
@@ -29,7 +29,7 @@ from firstlight.step import PageTable, SlotTable
 CONFIG = Path(__file__).parents[1] / "tiny_configs" / "qwen3_5_moe_text.json"
 SIZES = {
     "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "vocab_size": 64, "head_dim": 128,
-    "num_attention_heads": 16, "num_key_value_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "num_attention_heads": 16, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "linear_num_key_heads": 4, "linear_num_value_heads": 8,
 }  # fmt: skip
 """Of heads that the kernels for Hopper take."""
@@ -99,7 +99,11 @@ STEPS = {
 }
 
 
-def run(model: HostedModel, host: Host, decode: int, prompts: list[int]) -> None:
+CONTEXTS = (1, 300, 1500, 5000, 32768)
+"""Bounds of a step's contexts, where its prompts aren't longer."""
+
+
+def run(model: HostedModel, host: Host, decode: int, prompts: list[int], context: int) -> None:
     """A step as the host's adapter makes it."""
     counts = [1] * decode + prompts
     start = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
@@ -123,19 +127,19 @@ def run(model: HostedModel, host: Host, decode: int, prompts: list[int]) -> None
         live=start[-1:],
         decode_requests=decode if host.decode or not prompts else 0,
         max_query=max(counts),
-        max_context=5000 if prompts else model.bounds.context,
+        max_context=max([*counts, context]) if prompts else model.bounds.context,
     )
     model.logits(model.hidden(step)[:rows])
 
 
 @torch.no_grad()
 def main() -> None:
-    host = HOSTS[sys.argv[1]]
+    host, kv_heads = HOSTS[sys.argv[1]], int(sys.argv[2])
     for kernels in (triton_launch.Kernel, JITFunction, GluonJITFunction):
         kernels.__getitem__ = record  # type: ignore[method-assign]
     triton_paged.multiprocessors = lambda device: 132  # type: ignore[assignment]
     core.detect = lambda device: replace(H200, features=H200.features | {"triton", "gluon"})
-    config = json.loads(CONFIG.read_text()) | SIZES
+    config = json.loads(CONFIG.read_text()) | SIZES | {"num_key_value_heads": kv_heads}
     config["rope_parameters"]["mrope_section"] = [6, 6, 4]
     bounds = HostBounds(
         tokens=2048, requests=256, context=32768, page_size=host.page_size, exports=host.exports, index_dtype=host.index
@@ -145,7 +149,8 @@ def main() -> None:
     model.warm_up()
     for name, (decode, prompts) in STEPS.items():
         before = set(launched)
-        run(model, host, decode, prompts)
+        for context in CONTEXTS:
+            run(model, host, decode, prompts, context)
         print(json.dumps({"step": name, "new": Counter(variant[0] for variant in launched - before)}), flush=True)
 
 

@@ -149,6 +149,8 @@ def test_fields_that_hosts_heed_are_refused(name, value):
             FirstlightError, match=f"{name} = {value} in config.json is not served, only {UNREAD[name]}"
         ):
             describe(config | {name: value}, dtype=torch.float32)
+        with pytest.raises(FirstlightError, match="qkv_bias beside attention_bias"):
+            describe(config | {"attention_bias": True, "qkv_bias": False}, dtype=torch.float32)
 
 
 def test_a_null_step_runs_before_there_is_memory(tmp_path):

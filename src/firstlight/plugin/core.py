@@ -48,12 +48,12 @@ logger = logging.getLogger(__name__)
 
 TRIAL_TOKENS, TRIAL_ROWS = 16384, 512
 """Of prompts, and rows, in a trial step at most: larger ones launch much the same kernels, and the host may never ask for them."""
-TRIAL_PROMPTS = (5, 40, 96, 224)
-"""Prompts at once: kernels that look for a token's request come in sizes of 64, 128, 256 and more (`request_block`)."""
+TRIAL_PROMPTS, MOST_TOGETHER = (5, 40, 96, 224, 448), 4096
+"""Prompts at once, with so many tokens at most: kernels that look for a token's request come in sizes of 64 and more (`request_block`)."""
 TRIAL_DECODE_ROWS = 3
 """Beside prompts; an odd number, so that the rows behind them don't begin at an aligned address."""
-SHORT_PROMPTS = (2, 4, 8, 16, 32)
-"""Tokens of prompts, of which attention takes all at once."""
+SHORT_PROMPTS, SPLIT_CONTEXT = (2, 4, 8, 16, 32), 1536
+"""Tokens of prompts, of which attention takes all at once; and a context that it cuts in other parts than the shortest and the longest."""
 UNREAD = {
     "rope_is_neox_style": True,
     "logit_scale": 1.0,
@@ -61,7 +61,6 @@ UNREAD = {
     "layer_scale": False,
     "bias": False,
     "qkv_bias": False,
-    "qk_norm": False,
 }
 """Fields of a config.json that classes of hosts read for our families and we don't, with the value that changes nothing."""
 TOWER = "model.visual."
@@ -109,8 +108,11 @@ def describe(
     refuse_predicted_only(config, "config.json")
     for fields in (config, config.get("text_config") or {}):
         for name, usual in UNREAD.items():
-            if fields.get(name, usual) not in (usual, None):
-                raise FirstlightError(f"{name} = {fields[name]!r} in config.json is not served, only {usual!r}")
+            value = fields.get(name, usual)
+            if value != usual and not (value is None and usual is False):
+                raise FirstlightError(f"{name} = {value!r} in config.json is not served, only {usual!r}")
+        if fields.get("attention_bias") and "qkv_bias" in fields:
+            raise FirstlightError("qkv_bias beside attention_bias in config.json is not served")
     with _plain_defaults():
         return build_model(
             text_only(config), dtype=dtype, mesh=mesh, scheme=_scheme(config, dtype), cache_dtype=cache_dtype
@@ -447,10 +449,14 @@ class HostedModel(torch.nn.Module):
 def kinds_of_steps(buckets: Iterable[Bucket], bounds: HostBounds) -> Iterator[tuple[int, list[int], int]]:
     """(decode rows at its start, tokens of each row, bound of contexts) of steps that between them launch what is bound for buckets.
 
-    Decode rows alone; of prompts as many tokens as a bucket is for: in as few rows as the context allows, one token fewer, in many
-    rows, and behind decode rows; and short prompts with short and long contexts.
+    Short prompts with short and long contexts; decode rows alone; and of prompts as many tokens as a bucket is for: in as few rows
+    as the context allows, one token fewer, in many rows, and behind decode rows.
     """
     longest = bounds.context
+    for tokens in SHORT_PROMPTS:
+        if tokens <= min(bounds.tokens, longest):
+            for context in sorted({tokens, max(tokens, min(SPLIT_CONTEXT, longest)), longest}):
+                yield 0, [tokens], context
     for bucket in buckets:
         most = min(bucket.requests, bounds.requests, TRIAL_ROWS)
         if bucket.query == 1:
@@ -463,16 +469,12 @@ def kinds_of_steps(buckets: Iterable[Bucket], bounds: HostBounds) -> Iterator[tu
         if tokens - 1 > few:
             yield 0, dealt(tokens - 1, few), longest
         for rows in TRIAL_PROMPTS:
-            if few < rows <= min(most, tokens // 2):
+            if few < rows <= min(most, tokens // 2) and tokens <= MOST_TOGETHER:
                 short = rows - few
                 yield 0, [2] * short + dealt(tokens - 2 * short, few), longest
         decode = min(TRIAL_DECODE_ROWS, most - few)
         if 0 < decode <= bucket.tokens - tokens:
             yield decode, [1] * decode + dealt(tokens, few), longest
-    for tokens in SHORT_PROMPTS:
-        if tokens <= min(bounds.tokens, longest):
-            for context in sorted({tokens, longest}):
-                yield 0, [tokens], context
 
 
 def dealt(tokens: int, rows: int) -> list[int]:

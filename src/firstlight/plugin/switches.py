@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 
@@ -12,19 +13,22 @@ from firstlight.errors import FirstlightError
 
 INSIDE_HOSTS = ("plugin", "plugin_skip", "op", "invariant", "table")
 """Options that hold inside a host; what the others say, the host's own options do."""
+VARIABLES = tuple(ENVIRONMENT_PREFIX + name.upper() for name in INSIDE_HOSTS)
 
 
 def switches(environment: Mapping[str, str] | None = None) -> PluginOptions:
     """The plugins' options.
 
-    Raises FirstlightError, naming the variable, for a value that isn't legal and for a variable with our prefix that sets no option.
+    Raises FirstlightError, naming the variable, for a value that isn't legal, and for a name that looks like one of `INSIDE_HOSTS`
+    mistyped. Other names may be a cluster's, for a service that is called as we are: they don't keep a host from starting.
     """
     environment = os.environ if environment is None else environment
-    for name, nearest in unknown_variables(environment).items():
-        raise FirstlightError(f"{name} sets no option; unset it, or set {nearest} if that is meant")
+    held = {name: environment[name] for name in VARIABLES if name in environment}
+    if held.get("FIRSTLIGHT_PLUGIN") != "off":
+        for name in unknown_variables(environment):
+            if nearest := difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.9):
+                raise FirstlightError(f"{name} sets no option; unset it, or set {nearest[0]} if that is meant")
     kinds: tuple[tuple[type[Options], dict[str, str]], ...] = ((PluginOptions, {}), (EngineOptions, {"model": "-"}))
-    variables = {ENVIRONMENT_PREFIX + name.upper(): name for name in INSIDE_HOSTS}
-    held = {name: text for name, text in environment.items() if name in variables}
     for kind, given in kinds:
         try:
             kind.load(given, held)
@@ -36,8 +40,7 @@ def switches(environment: Mapping[str, str] | None = None) -> PluginOptions:
 
 
 def without_effect(environment: Mapping[str, str] | None = None) -> str | None:
-    """A line on variables that set an option of ours and mean nothing inside a host, or None."""
+    """A line on variables with our prefix that mean nothing inside a host, or None."""
     environment = os.environ if environment is None else environment
-    held = {ENVIRONMENT_PREFIX + name.upper() for name in INSIDE_HOSTS}
-    rest = sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in held)
+    rest = sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in VARIABLES)
     return f"{', '.join(rest)}: of no effect here; the host's own options hold" if rest else None

@@ -232,6 +232,6 @@ def _bounds(options: Any, context: int) -> HostBounds:
         requests=requests,
         context=context,
         page_size=1,
-        exports=not options.disable_radix_cache and options.mamba_radix_cache_strategy == "extra_buffer",
+        exports=options.enable_mamba_extra_buffer(),
         index_dtype=torch.int64,
     )
