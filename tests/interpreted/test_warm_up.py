@@ -36,8 +36,7 @@ def test_every_kind_of_step_runs_on_null_memory(page_size, exports, monkeypatch)
 
 
 @needs_gluon
-@pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("host", ["vllm", "sglang"])
+@pytest.mark.parametrize(("host", "kv_heads"), [("vllm", 2), ("vllm", 4), ("sglang", 2)])
 def test_steps_of_a_host_need_no_variant_that_no_trial_step_launched(host, kv_heads):
     lines = printed("warm_up_variants.py", host, str(kv_heads))
     assert len(lines) == 15
