@@ -62,7 +62,7 @@ def triton_cases(backend: str) -> list[tuple[str, Any, torch.dtype, dict[str, An
     split = {"BLOCK_M": one.rows, "BLOCK_N": one.keys, "IS_SPLIT": True, "PAGE": 64, "BLOCK_D": 256}
     prologue = {"H": 16, "KV": 2, "D": 256, "F": 32, "PAGE": 64, "BLOCK_D": 256, "GATED": True}
     prologue |= {"ZERO_CENTRED": True, "HAS_Q_NORM": True, "HAS_K_NORM": True}
-    merge = {"H": 16, "D": 256, "BLOCK_D": 256, "BLOCK_S": 8, "HAS_SINKS": False, "sinks_ptr": None}
+    merge = {"H": 16, "D": 256, "BLOCK_D": 256, "BLOCK_S": 16, "HAS_SINKS": False, "sinks_ptr": None}
     return [
         prefill("prefill", torch.bfloat16, 64, PLAIN),
         prefill("prefill, pages of 16", torch.bfloat16, 16, PLAIN),
@@ -92,10 +92,8 @@ def arguments(
         else "fp32" if name in ("scale", "eps") else "i32"
         for name in names
     }  # fmt: skip
-    told_apart = [
-        n for n in names if n not in constants and n not in {name for some in ONE_VARIANT.values() for name in some}
-    ]
-    aligned = [n for n in told_apart if n.endswith("_ptr") or "_stride_" in n]
+    unknown = {*constants, *ONE_VARIANT["do_not_specialize"], *ONE_VARIANT["do_not_specialize_on_alignment"]}
+    aligned = [n for n in names if n not in unknown and (n.endswith("_ptr") or "_stride_" in n)]
     fixed = {(names.index(n),): value for n, value in constants.items()}
     return kinds, fixed, {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
 

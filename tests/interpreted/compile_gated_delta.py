@@ -51,7 +51,7 @@ def cases(backend: str) -> list[tuple[str, Any, dict[str, Any], int]]:
     cut = choose_cut(8192, 1, 32, 128, 8192, exact=False, hip=backend == "hip")
     chunk = {**HEADS, "CHUNK": 64, "BLOCK_R": 64}
     conv = {"W": 4, "KEY_HEADS": 4, "VALUE_HEADS": 4, "TOKENS": 32}
-    carried = {"BLOCK_V": cut.values, "BLOCK_E": 64, "HAS_EXPORTS": True, "HAS_SEGMENTS": True, "NORM": cut.norm,
+    carried = {"BLOCK_V": cut.values, "BLOCK_E": 32, "HAS_EXPORTS": True, "HAS_SEGMENTS": True, "NORM": cut.norm,
                "ROUND_PRODUCT": True}  # fmt: skip
     fold = {
         "HV": 32,
@@ -70,7 +70,7 @@ def cases(backend: str) -> list[tuple[str, Any, dict[str, Any], int]]:
     return [
         ("convolutions", chunked.convolutions_kernel, {**chunk, **conv}, 4),
         ("matrices", chunked.matrices_kernel, {**chunk, "EXACT": False}, 4),
-        ("windows", chunked.windows_kernel, {"W": 4, "BLOCK_C": 1024, "BLOCK_E": 64}, 4),
+        ("windows", chunked.windows_kernel, {"W": 4, "BLOCK_C": 1024, "BLOCK_E": 32}, 4),
         ("norm", chunked.norm_kernel, norm | PLAIN, 4),
         ("norm packed", chunked.norm_kernel, norm | {"y_ptr": None}, 4),
         ("transitions", states.transitions_kernel, {**chunk, "BLOCK": 64}, 4),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from firstlight.errors import FirstlightError
-from firstlight.plugin.switches import switches, without_effect
+from firstlight.plugin.switches import active, switches, without_effect
 
 
 def test_values_and_defaults():
@@ -26,6 +26,13 @@ def test_values_and_defaults():
 def test_wrong_ones_are_named(name, text, message):
     with pytest.raises(FirstlightError, match=message):
         switches({name: text})
+
+
+def test_architectures_are_skipped_by_their_names(monkeypatch):
+    monkeypatch.setenv("FIRSTLIGHT_PLUGIN_SKIP", "B")
+    assert active(["A", "B", "C"]) == ("A", "C")
+    with pytest.raises(FirstlightError, match="FIRSTLIGHT_PLUGIN_SKIP: B: we serve A, C"):
+        active(["A", "C"])
 
 
 def test_a_cluster_may_use_our_name():

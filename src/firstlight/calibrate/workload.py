@@ -8,7 +8,6 @@ copies of a weight. Calls that take them in turn find nothing of theirs in the L
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from firstlight.cache import CachePool, PagedSpec, page_bytes, slot_bytes
 from firstlight.engine.loading import BoundModel
 from firstlight.errors import FirstlightError
 from firstlight.models import CausalModel
-from firstlight.models.walk import alike_layers, bind_caches, meta_step
+from firstlight.models.walk import LAYER, alike_layers, bind_caches, meta_step
 from firstlight.nn.module import Module, caches
 from firstlight.ops.op import sites
 from firstlight.quant import Packed
@@ -36,7 +35,6 @@ CACHE_SHARE = 0.45
 """Of the memory that is free, for the caches of all layers; the rest is for weights, their copies, and activations."""
 CPU_CACHE_BYTES = 1 << 28
 MOST_VARIANTS = 16
-LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)

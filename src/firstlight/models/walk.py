@@ -24,8 +24,8 @@ from firstlight.ops.observe import Bound, Observer, observed
 from firstlight.ops.op import Call, Shape, sites
 from firstlight.step import Bucket, PageTable, SlotTable, StepBatch, Table
 
-LAYER = re.compile(r"^layers\.(\d+)\.")
-"""How the paths of a layer's modules begin."""
+LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
+"""How the paths of a layer's modules begin, and the names of its tensors."""
 
 
 def bind_caches(model: CausalModel, pool: CachePool) -> None:

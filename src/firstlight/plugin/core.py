@@ -310,9 +310,10 @@ class HostedModel(torch.nn.Module):
                 "Firstlight: not every kind of step could be tried, so that kernels will be compiled while requests wait: %s",
                 error,
             )
-        torch.cuda.synchronize(self.device)
+        else:
+            torch.cuda.synchronize(self.device)
+            self.logger.info("Firstlight: a step of every kind has run, in %.1f s", time.monotonic() - begin)
         torch.cuda.empty_cache()
-        self.logger.info("Firstlight: a step of every kind has run, in %.1f s", time.monotonic() - begin)
 
     # Steps
 
@@ -332,9 +333,10 @@ class HostedModel(torch.nn.Module):
         """One step from tensors on the device, none of which is looked into.
 
         ids: [T] token ids of any integer dtype, the rows one behind the other, of which the first `decode_requests` have one
-        token each. positions: [T], or [3, T] with MRoPE. query_start: [R + 1] int32. length: [R] int32, context with this step.
-        tables: one for each group that `set_group` named; rows and lengths may be int64 as well. live: [1] int32, real tokens; what comes after them is padding, and
-        so are rows without tokens at the end. max_query, max_context: bounds of a row, which the host knows without asking.
+        token each. positions: [T], or [3, T] with MRoPE. query_start: [R + 1] int32. length: [R] int32 or int64, context with this
+        step. tables: one for each group that `set_group` named; rows of a `PageTable` may be int64 as well. live: [1] int32, real
+        tokens; what comes after them is padding, and so are rows without tokens at the end. max_query, max_context: bounds of a
+        row, which the host knows without asking.
         Raises FirstlightError if the step exceeds the bounds that the model was built for.
         """
         tokens, requests = ids.shape[0], length.shape[0]

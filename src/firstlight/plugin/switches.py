@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pydantic import ValidationError
 
-from firstlight.config import ENVIRONMENT_PREFIX, EngineOptions, Options, PluginOptions, unknown_variables
+from firstlight.config import ENVIRONMENT_PREFIX, EngineOptions, PluginOptions, unknown_variables
 from firstlight.errors import FirstlightError
 
 INSIDE_HOSTS = ("plugin", "plugin_skip", "op", "invariant", "table")
@@ -28,15 +28,26 @@ def switches(environment: Mapping[str, str] | None = None) -> PluginOptions:
         for name in unknown_variables(environment):
             if nearest := difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.9):
                 raise FirstlightError(f"{name} sets no option; unset it, or set {nearest[0]} if that is meant")
-    kinds: tuple[tuple[type[Options], dict[str, str]], ...] = ((PluginOptions, {}), (EngineOptions, {"model": "-"}))
-    for kind, given in kinds:
-        try:
-            kind.load(given, held)
-        except ValidationError as error:
-            wrong = error.errors(include_url=False)[0]
-            variable = ENVIRONMENT_PREFIX + str(wrong["loc"][0]).upper()
-            raise FirstlightError(f"{variable}: {wrong['msg']}; it is {environment[variable]!r}") from None
-    return PluginOptions.load({}, held)
+    try:
+        EngineOptions.load(
+            {"model": "-"}, held
+        )  # read when a model is built; looked at here, where the error can be said
+        return PluginOptions.load({}, held)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        variable = ENVIRONMENT_PREFIX + str(wrong["loc"][0]).upper()
+        raise FirstlightError(f"{variable}: {wrong['msg']}; it is {environment[variable]!r}") from None
+
+
+def active(served: Iterable[str]) -> tuple[str, ...]:
+    """Those of the architectures that we serve which FIRSTLIGHT_PLUGIN_SKIP doesn't name.
+
+    Raises FirstlightError if it names others, and what `switches` does.
+    """
+    served, skip = tuple(served), switches().plugin_skip
+    if unknown := sorted(set(skip) - set(served)):
+        raise FirstlightError(f"FIRSTLIGHT_PLUGIN_SKIP: {', '.join(unknown)}: we serve {', '.join(served)}")
+    return tuple(name for name in served if name not in skip)
 
 
 def without_effect(environment: Mapping[str, str] | None = None) -> str | None:

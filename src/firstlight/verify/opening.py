@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from firstlight.hardware import detect
 from firstlight.models import CausalModel, build_model, family
 from firstlight.models.config import own_dtype
 from firstlight.models.registry import refuse_predicted_only
-from firstlight.models.walk import bind_model
+from firstlight.models.walk import LAYER, bind_model
 from firstlight.nn.module import Module
 from firstlight.quant import Scheme, nbytes, scheme_of
 from firstlight.verify.candidate import BUCKETS, PAGE_SIZE
@@ -28,7 +27,6 @@ MEMORY_SHARE = 0.75
 """Of the memory that is free; the rest is for activations and the reference's records."""
 REFERENCE_BYTES = 4
 """Bytes a weight takes in the reference, which is float32."""
-LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 
 
 def open_subject(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from firstlight.errors import FirstlightError
-from firstlight.plugin.switches import switches
-
 SERVED = (
     "LlamaForCausalLM",
     "Qwen3ForCausalLM",
@@ -15,11 +12,3 @@ SERVED = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-
-
-def active() -> tuple[str, ...]:
-    """Those that FIRSTLIGHT_PLUGIN_SKIP doesn't name. Raises FirstlightError if it names others."""
-    skip = switches().plugin_skip
-    if unknown := sorted(set(skip) - set(SERVED)):
-        raise FirstlightError(f"FIRSTLIGHT_PLUGIN_SKIP: {', '.join(unknown)}: we serve {', '.join(SERVED)}")
-    return tuple(name for name in SERVED if name not in skip)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from sglang.srt.arg_groups.overrides import register_model_override
 
-from firstlight.plugin.sglang.architectures import active
+from firstlight.plugin.sglang.architectures import SERVED
 from firstlight.plugin.sglang.options import objection
+from firstlight.plugin.switches import active
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ TEXT_HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 def install() -> None:
     """Add to SGLang's registry."""
-    for architecture in active():
+    for architecture in active(SERVED):
         register_model_override(architecture)(defaults)
 
 

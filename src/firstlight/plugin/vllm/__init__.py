@@ -40,10 +40,9 @@ logger = logging.getLogger("vllm.firstlight")  # below vLLM's own, so that its s
 
 def register() -> None:
     """Add our models to vLLM's registries; does so once, however often it is called. Raises what `switches` does."""
-    options = switches()
     if ignored := without_effect():
         logger.warning("Firstlight: %s", ignored)
-    if options.plugin == "off":
+    if switches().plugin == "off":
         logger.info("Firstlight is off (FIRSTLIGHT_PLUGIN=off)")
         return
     if reason := unsupported_version(vllm_version()):
@@ -51,7 +50,7 @@ def register() -> None:
         return
     from firstlight.plugin.vllm.takeover import install
 
-    install(options.plugin_skip)
+    install()
 
 
 def vllm_version() -> str:

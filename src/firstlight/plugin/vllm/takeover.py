@@ -7,7 +7,6 @@ then looks whether there is an option that we don't serve.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -22,6 +21,7 @@ from firstlight.nn.module import caches
 from firstlight.parallel import Mesh
 from firstlight.plugin.active import ACTIVE
 from firstlight.plugin.core import describe
+from firstlight.plugin.switches import active
 from firstlight.quant import dtype_name
 
 logger = logging.getLogger("vllm.firstlight")
@@ -50,17 +50,16 @@ STREAMED = ("auto", "hf", "safetensors", "pt", "dummy", "fastsafetensors", "runa
 """Values of --load-format that hand over the checkpoint's own tensors, or ask for random ones."""
 
 
-def install(skip: Sequence[str]) -> None:
-    """Add our classes and hooks to vLLM's registries. Raises FirstlightError for a skipped name that isn't an architecture."""
-    unknown = sorted(set(skip) - set(SERVED))
-    if unknown:
-        raise FirstlightError(f"FIRSTLIGHT_PLUGIN_SKIP: {', '.join(unknown)}: we serve {', '.join(SERVED)}")
+def install() -> None:
+    """Add our classes and hooks to vLLM's registries. Raises what `active` does."""
+    architectures = active(SERVED)
     for name, own_class in OWN.items():
         ModelRegistry.register_model(name, f"firstlight.plugin.vllm.models:{own_class}")
-    for architecture, own in SERVED.items():
+    for architecture in architectures:
         before = MODELS_CONFIG_MAP.get(architecture)
-        if architecture not in skip and not issubclass(before or VerifyAndUpdateConfig, Hook):
-            MODELS_CONFIG_MAP[architecture] = type(f"{architecture}Hook", (Hook,), {"before": before, "own": own})
+        if not issubclass(before or VerifyAndUpdateConfig, Hook):
+            contents = {"before": before, "own": SERVED[architecture]}
+            MODELS_CONFIG_MAP[architecture] = type(f"{architecture}Hook", (Hook,), contents)
     MODELS_CONFIG_MAP.update(dict.fromkeys(OWN, OwnHook))
 
 

@@ -6,7 +6,8 @@ from sglang.srt.models.registry import import_model_classes
 
 from firstlight.plugin.sglang import inactive
 from firstlight.plugin.sglang.adapter import HostedCausalModel
-from firstlight.plugin.sglang.architectures import active
+from firstlight.plugin.sglang.architectures import SERVED
+from firstlight.plugin.switches import active
 
 if reason := inactive():
     raise ImportError(f"Firstlight is not active: {reason}")  # SGLang logs it, and its own classes serve
@@ -17,4 +18,4 @@ def _served(architecture: str) -> type[HostedCausalModel]:
     return type(architecture, (HostedCausalModel,), {"host_class": host_class, "__module__": __name__})
 
 
-EntryClass = [_served(architecture) for architecture in active()]
+EntryClass = [_served(architecture) for architecture in active(SERVED)]
